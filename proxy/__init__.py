@@ -1,0 +1,1 @@
+"""The sidecar: one per pod, in front of the node agent."""

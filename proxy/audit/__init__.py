@@ -1,0 +1,1 @@
+"""The audit chain: records, MACs, files, verification (docs/audit.md)."""

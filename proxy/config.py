@@ -1,0 +1,427 @@
+"""Every setting of the sidecar: name, unit, default and bounds in one place.
+
+Sources, later wins: defaults, `tongguan.toml` (a file, or a directory that holds it), variables
+`TONGGUAN_<SECTION>_<NAME>`. Settings are frozen once loaded. All mistakes are collected and
+reported at once; an unknown key or variable with our prefix is a mistake. Nothing here holds a
+secret: secrets are files that settings point to.
+
+Pure: `load` is given the file's text and the environment; only `read` touches the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+ENV_PREFIX = "TONGGUAN_"
+FILE_NAME = "tongguan.toml"
+# Rooms with settings of their own; each checks its own names.
+OTHER_ROOMS = ("AGENT_", "UP_", "CLIENT_")
+
+QosName = Literal["P0", "P1", "P2"]
+
+
+class SettingsError(Exception):
+    """One or more settings are wrong; `problems` has a line for each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """Declare one setting: default, what it means with its unit, inclusive bounds."""
+    return field(default=default, metadata={"doc": doc, "ge": ge, "le": le})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Listening addresses, host:port; an empty one is closed."""
+
+    app: str = setting("127.0.0.1:14080", "plaintext door for the pod's own application")
+    sealed: str = setting("0.0.0.0:14081", "SM4 envelope door for callers outside the pod")  # noqa: S104 - the door's purpose; it takes envelopes only
+    admin: str = setting("0.0.0.0:14090", "livez, readyz, metrics, config, drain")  # noqa: S104 - kubelet and Prometheus come from outside
+    backlog: int = setting(1024, "listen backlog", ge=1, le=65535)
+    connections: int = setting(1024, "connections a door", ge=1)
+    admin_token_file: str = setting("", "bearer token for the admin door's guarded paths")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """One group of upstream endpoints."""
+
+    endpoints: tuple[str, ...] = setting(
+        ("http://127.0.0.1:14100",), "http://host:port or unix:/path, tried by least cost"
+    )
+    host: str = setting("", "Host sent upstream instead of the client's")
+    authorization_file: str = setting("", "file whose content becomes the Authorization header")
+    repeatable: bool = setting(False, "a request may be sent again after it was fully written")  # noqa: FBT003
+    overflow: bool = setting(False, "may overflow to the next pool when it has no endpoint")  # noqa: FBT003
+    token_ids: bool = setting(False, "the engine understands return_token_ids")  # noqa: FBT003
+    inflight: int = setting(512, "requests in flight", ge=1)
+    idle_connections: int = setting(64, "idle connections kept", ge=0)
+    keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """The three pools a class is sent to."""
+
+    dedicated: Pool = field(default_factory=Pool)
+    shared: Pool = field(default_factory=Pool)
+    best_effort: Pool = field(default_factory=Pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P0:
+    """Settings of class P0 alone."""
+
+    inflight: int = setting(128, "P0 requests in flight; beyond it 503 queue_full", ge=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qos:
+    """Classes."""
+
+    default_class: QosName = setting("P1", "class of a request that names none")
+    on_unknown: Literal["default", "reject"] = setting(
+        "default", "what an unknown X-QoS-Class does"
+    )
+    default_max_tokens: int = setting(512, "cost in tokens of a request without max_tokens", ge=1)
+    queue: int = setting(256, "requests that wait, a class", ge=1)
+    p1_deadline_s: float = setting(2.0, "queue deadline of P1", ge=0.001)
+    p2_deadline_s: float = setting(30.0, "queue deadline of P2", ge=0.001)
+    p0: P0 = field(default_factory=P0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """What one tenant may ask for."""
+
+    max_class: QosName = setting("P1", "highest class; P0 is granted by name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this sidecar is."""
+
+    cluster: str = setting("local", "cluster name, in audit origins")
+    namespace: str = setting("default", "pod namespace")
+    pod: str = setting("", "pod name; empty: host name")
+    pod_uid: str = setting("", "pod uid; empty: outside Kubernetes")
+    node: str = setting("", "node name; empty: host name")
+    tenant: str = setting("default", "tenant of the pod's own application")
+    image: str = setting("unknown", "image digest, in the audit genesis")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Where keys come from."""
+
+    provider: Literal["file"] = setting("file", "key provider")
+    file: str = setting("", "key file; empty: 14081 is closed and audit has no keys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """Receiver side of the SM4 channel."""
+
+    window_s: int = setting(60, "how old an envelope may be", ge=1, le=600)
+    ahead_s: int = setting(5, "how far ahead its clock may be", ge=0, le=60)
+    fence_s: int = setting(10, "start fence: nothing sealed before start + fence", ge=0, le=120)
+    unverified_bytes: int = setting(64 << 20, "unverified sealed bodies together", ge=1 << 20)
+    replay_entries: int = setting(1 << 20, "replay cache, all kids", ge=1)
+    replay_entries_per_kid: int = setting(1 << 18, "replay cache, one kid", ge=1)
+    progress_s: float = setting(5.0, "a sealed body without progress frees its share", ge=0.1)
+    state_dir: str = setting("", "volume for the first-start marker; empty: always fence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The audit chain."""
+
+    enabled: bool = setting(True, "write an audit chain")  # noqa: FBT003
+    dir: str = setting("", "directory of the chains; empty: no audit (shown in readyz)")
+    token_ids: Literal["", "sealed", "commit", "plain", "off"] = setting(
+        "", "token ids in records; empty: sealed, which needs the auditor's key"
+    )
+    on_failure: Literal["block", "degrade"] = setting("degrade", "when a record cannot be written")
+    sync: Literal["group", "request"] = setting("group", "when a request waits for the disk")
+    flush_ms: int = setting(5, "group interval", ge=1, le=1000)
+    flush_records: int = setting(256, "group size", ge=1, le=4096)
+    heartbeat_s: int = setting(30, "record after so long without one", ge=1)
+    segment_bytes: int = setting(64 << 20, "segment size", ge=1 << 16, le=64 << 20)
+    alg: Literal["s256", "sm3"] = setting("s256", "chain MAC: HMAC-SHA256 or HMAC-SM3")
+    prompt_hash_mode: Literal["keyed", "plain"] = setting(
+        "keyed", "plain lets a dictionary open prompt hashes"
+    )
+    observed_bytes: int = setting(64 << 20, "bodies held for hashing, together", ge=1 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes in bytes, counts."""
+
+    head_bytes: int = setting(64 << 10, "a head in all", ge=1024, le=1 << 20)
+    field_bytes: int = setting(32 << 10, "one header field", ge=256, le=1 << 20)
+    fields: int = setting(128, "header fields", ge=8, le=1024)
+    body_bytes: int = setting(32 << 20, "a request body", ge=1024)
+    collect_bytes: int = setting(1 << 20, "a body up to this is read whole, then sent", ge=0)
+    discard_bytes: int = setting(64 << 20, "read and dropped after an early answer", ge=0)
+    event_bytes: int = setting(1 << 20, "an SSE line the observer follows", ge=1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Times in seconds."""
+
+    connect_s: float = setting(2.0, "connect to an upstream", ge=0.01)
+    head_s: float = setting(10.0, "read a request head", ge=0.01)
+    body_idle_s: float = setting(30.0, "a request body without progress", ge=0.01)
+    first_byte_s: float = setting(120.0, "last request byte to first body byte", ge=0.01)
+    stream_idle_s: float = setting(60.0, "an upstream that has begun and is silent", ge=0.01)
+    client_stall_s: float = setting(60.0, "a client that does not read", ge=0.01)
+    request_total_s: float = setting(3600.0, "a request in all", ge=0.01)
+    tunnel_idle_s: float = setting(3600.0, "an upgraded connection without traffic", ge=0.01)
+    keepalive_s: float = setting(75.0, "an idle client connection", ge=0.01)
+    discard_s: float = setting(2.0, "reading on after an early answer", ge=0)
+    drain_s: float = setting(30.0, "grace for streams at shutdown", ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All of it."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log level")
+    doors: Doors = field(default_factory=Doors)
+    pools: Pools = field(default_factory=Pools)
+    qos: Qos = field(default_factory=Qos)
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    identity: Identity = field(default_factory=Identity)
+    keys: Keys = field(default_factory=Keys)
+    envelope: Envelope = field(default_factory=Envelope)
+    audit: Audit = field(default_factory=Audit)
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+_SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
+_SERVICE_PARTS = ("_SERVICE_PORT", "_PORT_")
+
+
+def is_service_variable(name: str) -> bool:
+    """Say whether Kubernetes made this variable for a Service of our name."""
+    if name.endswith(_SERVICE_SUFFIXES) or "_SERVICE_PORT" in name:
+        return True
+    _, found, rest = name.partition("_PORT_")
+    return bool(found) and rest.split("_", 1)[0].isdigit()
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(v) for v in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "a list of strings"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+
+
+def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
+    """Return `value` as `kind` or raise ValueError. `text`: it came from the environment."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        if value in typing.get_args(kind):
+            return value
+    elif origin is tuple:
+        if text:
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        if isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+    elif kind is bool:
+        if text and value.lower() in {"true", "false", "1", "0"}:
+            return value.lower() in {"true", "1"}
+        if isinstance(value, bool):
+            return value
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif kind in (int, float) and not isinstance(value, bool):
+        if text or isinstance(value, int) or (kind is float and isinstance(value, float)):
+            return kind(value)
+    raise ValueError(_type_name(kind))
+
+
+def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text: bool) -> Any:
+    try:
+        result = _coerce(kind, value, text=text)
+    except ValueError:
+        raise ValueError(f"{path}: expected {_type_name(kind)}, got {value!r}") from None
+    for bound, wrong in (("ge", lambda v, b: v < b), ("le", lambda v, b: v > b)):
+        limit = meta.get(bound)
+        if limit is not None and wrong(result, limit):
+            word = "at least" if bound == "ge" else "at most"
+            raise ValueError(f"{path}: must be {word} {limit}, got {result}")
+    return result
+
+
+def build(
+    kind: type[Any], table: Mapping[str, Any], env: dict[str, str], path: str, problems: list[str]
+) -> Any:
+    """Build one section from its table and the variables left in `env` (consumed ones are popped).
+
+    Shared with the agent's settings, which are declared in the same way.
+    """
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    known = {f.name for f in dataclasses.fields(kind)}
+    problems.extend(
+        f"{path}{key}: unknown setting" for key in table if key not in known
+    )
+    for item in dataclasses.fields(kind):
+        hint, full = hints[item.name], f"{path}{item.name}"
+        raw = table.get(item.name)
+        if dataclasses.is_dataclass(hint):
+            if raw is not None and not isinstance(raw, dict):
+                problems.append(f"{full}: expected a table")
+                raw = None
+            values[item.name] = build(
+                typing.cast("type[Any]", hint), raw or {}, env, f"{full}.", problems
+            )
+            continue
+        if isinstance(hint, types.GenericAlias) or typing.get_origin(hint) not in (
+            None,
+            Literal,
+            tuple,
+        ):
+            origin = typing.get_origin(hint)
+            if origin is not None and origin is not tuple:
+                values[item.name] = _mapping(hint, raw, full, problems)
+                continue
+        candidates: list[tuple[Any, bool, str]] = []
+        if raw is not None:
+            candidates.append((raw, False, full))
+        variable = ENV_PREFIX + full.replace(".", "_").upper()
+        if variable in env:
+            candidates.append((env.pop(variable), True, variable))
+        for value, text, label in candidates:
+            try:
+                values[item.name] = _checked(label, item.metadata, hint, value, text=text)
+            except ValueError as problem:
+                problems.append(str(problem))
+    return kind(**values)
+
+
+def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, Any]:
+    row = typing.get_args(hint)[1]
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or not all(isinstance(v, dict) for v in raw.values()):
+        problems.append(f"{full}: expected a table of tables")
+        return {}
+    return {name: build(row, sub, {}, f"{full}.{name}.", problems) for name, sub in raw.items()}
+
+
+def own_variables(environ: Mapping[str, str], skip: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables with our prefix, less those of other rooms and of Kubernetes."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX)
+        and not name.removeprefix(ENV_PREFIX).startswith(skip)
+        and not is_service_variable(name)
+    }
+
+
+def load(text: str, environ: Mapping[str, str]) -> Settings:
+    """Return settings from a file's text and the environment.
+
+    Raises `SettingsError` with every problem found.
+    """
+    problems: list[str] = []
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
+    table.pop("agent", None)  # the agent's room; it checks its own names
+    env = own_variables(environ, OTHER_ROOMS)
+    settings: Settings = build(Settings, table, env, "", problems)
+    problems.extend(f"{name}: unknown variable" for name in sorted(env))
+    problems.extend(cross_check(settings))
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def cross_check(settings: Settings) -> list[str]:
+    """Return what is wrong between settings that are each well formed."""
+    problems = []
+    for name in ("app", "sealed", "admin"):
+        address = getattr(settings.doors, name)
+        if address:
+            try:
+                split_address(address)
+            except ValueError as problem:
+                problems.append(f"doors.{name}: {problem}")
+    for name in ("dedicated", "shared", "best_effort"):
+        pool: Pool = getattr(settings.pools, name)
+        if not pool.endpoints:
+            problems.append(f"pools.{name}.endpoints: at least one endpoint")
+        for endpoint in pool.endpoints:
+            try:
+                split_endpoint(endpoint)
+            except ValueError as problem:
+                problems.append(f"pools.{name}.endpoints: {problem}")
+    return problems
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of `host:port`; raises ValueError with the reason."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"expected host:port, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int] | str:
+    """Return (host, port) of an http URL, or the path of a unix one; raises ValueError."""
+    if endpoint.startswith("unix:"):
+        path = endpoint.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ValueError(f"expected unix:/path, got {endpoint!r}")
+        return path
+    if not endpoint.startswith("http://"):
+        raise ValueError(f"expected http://host:port or unix:/path, got {endpoint!r}")
+    rest = endpoint.removeprefix("http://").rstrip("/")
+    if "/" in rest or not rest:
+        raise ValueError(f"an endpoint has no path: {endpoint!r}")
+    return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:80")
+
+
+def read(path: str | None, environ: Mapping[str, str]) -> Settings:
+    """Read settings from `path` (file or directory; None: defaults and environment only)."""
+    if path is None:
+        return load("", environ)
+    file = Path(path)
+    if file.is_dir():
+        file /= FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise SettingsError([f"{file}: {problem}"]) from None
+    return load(text, environ)
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """Return settings as plain data, for `/config` and `tongguan config check`."""
+    return dataclasses.asdict(settings)

@@ -1,0 +1,1 @@
+"""Key providers behind one interface."""

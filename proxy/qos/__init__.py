@@ -1,0 +1,1 @@
+"""Classes, admission, pools: who goes first and where. Pure."""

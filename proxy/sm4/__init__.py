@@ -1,0 +1,1 @@
+"""SMX1 envelopes: seal, open, key ring, replay cache (docs/envelope.md)."""
