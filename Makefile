@@ -1,0 +1,60 @@
+# Tongguan. `make` alone explains the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+# The question reaches the shell through the environment, so quotes and dollars in it stay text.
+override ASK := $(value ASK)
+export ASK
+
+ROOMS := proxy agent kernels ebpf
+PURE_TESTS := tests/test_tidy.py tests/unit
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check lint bench vm clean setup-dev
+
+help:
+	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
+	@echo '                     over the SM4 channel, show the verified audit record, then serve'
+	@echo '                     until Ctrl-C.  ONESHOT=1 stops after the answer;'
+	@echo '                     ASK="..." asks your own question'
+	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
+	@echo 'make check           format, lint, types, import directions, unit tests (under a minute)'
+	@echo 'make bench           cost of the sidecar beside Envoy and a bare relay (perf/README.md)'
+	@echo 'make vm              tests that need a kernel of their own (not built yet; says why)'
+	@echo 'make clean           remove what these targets made; keys and audit logs are kept'
+	@echo
+	@echo 'Another Python (3.11 or newer):  make up PYTHON=python3.12'
+	@echo 'A CPU build of torch:            README.md, "A CPU build of torch"'
+
+up:
+	@$(PYTHON) deploy/setup/bootstrap.py
+	@exec $(BIN)/tongguan up $(if $(filter 1 yes true,$(ONESHOT)),--oneshot) $(if $(ASK),--ask "$$ASK")
+
+setup-dev:
+	@$(PYTHON) deploy/setup/bootstrap.py --dev
+
+lint: setup-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint
+	$(BIN)/python -m pytest -q -m 'not slow and not model' $(PURE_TESTS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: setup-dev
+	$(BIN)/python -m perf.proxy --setup
+	$(BIN)/python -m perf.proxy --peers relay,envoy,direct,tongguan
+
+vm:
+	@echo 'make vm: nothing to run yet. The kernel guard (ebpf/: LSM, ioctl tracing) is not built, so' >&2
+	@echo 'there is no program to load in a kernel of its own. This target exits 2 until there is.' >&2
+	@exit 2
+
+# Only what the targets above made: .tongguan/ holds keys and audit logs and is left alone.
+clean:
+	rm -rf .venv build dist perf/work tongguan.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find $(ROOMS) tests perf deploy -name __pycache__ -type d -prune -exec rm -rf {} +
