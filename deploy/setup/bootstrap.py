@@ -76,7 +76,7 @@ def stages(constraints: str, torch: str | None, *, dev: bool) -> list[tuple[str,
     extras = "agent,client,dev" if dev else "agent,client"
     return [
         ("torch", [torch or pinned(constraints, "torch")]),
-        ("tongguan", [pinned(constraints, "setuptools")]),
+        ("setuptools", [pinned(constraints, "setuptools")]),
         ("tongguan", ["--no-build-isolation", "--editable", f"{ROOT}[{extras}]"]),
         ("model", ["--no-deps", pinned(constraints, MODEL)]),
     ]
@@ -132,7 +132,7 @@ def download_warning(packages: list[str]) -> str | None:
 def check_python() -> None:
     """Refuse a Python that is too old or lacks venv."""
     if sys.version_info < PYTHON_MIN:
-        have = "%d.%d" % sys.version_info[:2]
+        have = f"{sys.version_info[0]}.{sys.version_info[1]}"
         newer = [f"python3.{n}" for n in range(19, 10, -1) if shutil.which(f"python3.{n}")]
         hint = f"run: make up PYTHON={newer[0]}" if newer else "install one, then run again"
         raise SetupError(f"Python 3.11 or newer is needed, this is {have}; {hint}")
@@ -209,14 +209,15 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._thread = threading.Thread(target=self._draw, daemon=True)
 
-    def __enter__(self) -> Progress:
+    def start(self) -> None:
+        """Begin to draw."""
         if self._terminal:
             self._thread.start()
         else:
             say(f"set-up: {self._stage}: installing")
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Draw no more and take the line away."""
         self._stop.set()
         if self._terminal:
             self._thread.join()
@@ -248,25 +249,25 @@ def pip(stage: str, arguments: list[str]) -> None:
         "install", "--progress-bar", "off", "--constraint", str(CONSTRAINTS), *arguments,
     ]  # fmt: skip
     lines: list[str] = []
-    environment = {**os.environ, "TMPDIR": str(temporary), "PIP_CONSTRAINT": str(CONSTRAINTS)}
+    progress = Progress(stage, temporary)
+    progress.start()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(temporary), "PIP_CONSTRAINT": str(CONSTRAINTS)},
+    )
     try:
-        with (
-            Progress(stage, temporary) as progress,
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=environment,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            for text in process.stdout:
-                lines = [*lines[-200:], text.rstrip()]
-                progress.line(text)
-    finally:
+        assert process.stdout is not None
+        for text in process.stdout:
+            lines = [*lines[-200:], text.rstrip()]
+            progress.line(text)
+    finally:  # Ctrl-C reaches pip too; it ends by itself
+        process.wait()
+        progress.stop()
         shutil.rmtree(temporary, ignore_errors=True)
     if process.returncode:
         wrong = [text for text in lines if text.strip()]
@@ -281,7 +282,8 @@ def planned(arguments: list[str]) -> list[str]:
     """Ask pip which packages it would install, without doing it; [] when it cannot say."""
     command = [
         str(venv_python()), "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet",
-        "--retries", "1", "install", "--dry-run", "--report", "-", "--constraint", str(CONSTRAINTS), *arguments,
+        "--retries", "1", "install", "--dry-run", "--report", "-",
+        "--constraint", str(CONSTRAINTS), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
         command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
