@@ -1,0 +1,224 @@
+"""Sealed streams: the stream's own key, frames, and the two carriers that take them.
+
+    frame = u32 (bit 31 = last | n) || sealed of n bytes, tag included
+
+A frame's nonce is its number and whether it is the last, so frames cannot be moved, dropped or
+called last. Readers are fed any cut of the bytes and yield whole frames; what they hold is bounded
+by one frame.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING
+
+from proxy.sm4.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES, TagError, aead
+from proxy.sm4.envelope import HEADER_BYTES, EnvelopeError, pad, unpad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.sm4.digest import HmacSm3
+
+LAST = 1 << 31
+FRAME_SEALED_MIN = TAG_BYTES + 1
+FRAME_SEALED_MAX = 65536 + TAG_BYTES
+# An SSE event of ours stays below the line limits of common readers.
+SSE_SEALED_MAX = 32768
+SSE_PAD_MAX = 16384
+EVENT_STREAM_PAD_MIN = 512
+_COUNTER_MAX = (1 << 32) - 1
+_LABEL = b"smx1 stream"
+_PREFIX_BYTES = 4
+# `data: ` and the base64 of a frame of the largest raw size; longer is no frame of ours.
+_SSE_LINE_MAX = 6 + 4 * -(-(_PREFIX_BYTES + FRAME_SEALED_MAX) // 3)
+
+
+class StreamCipher:
+    """Seals or opens the frames of one stream, in order."""
+
+    __slots__ = ("_aad", "_cipher", "_counter", "_mask", "ended")
+
+    def __init__(
+        self, base: HmacSm3, suite: int, aad: bytes, nonce: bytes, request_nonce: bytes = b""
+    ) -> None:
+        key, self._mask = stream_secrets(base, suite, nonce, request_nonce)
+        self._cipher = aead(suite, key)
+        self._aad = aad
+        self._counter = 0
+        self.ended = False
+
+    def _next_nonce(self, *, last: bool) -> tuple[bytes, bytes]:
+        assert not self.ended
+        if self._counter > _COUNTER_MAX:
+            raise OverflowError("a stream has at most 2^32 frames")
+        plain = bytes(7) + self._counter.to_bytes(4, "big") + bytes([last])
+        nonce = (int.from_bytes(plain, "big") ^ self._mask).to_bytes(NONCE_BYTES, "big")
+        aad = b"" if self._counter else self._aad
+        self._counter += 1
+        self.ended = last
+        return nonce, aad
+
+    def seal(self, data: bytes, unit: int, *, last: bool) -> bytes:
+        """Return the next frame with `data` padded to a multiple of `unit` bytes."""
+        nonce, aad = self._next_nonce(last=last)
+        sealed = self._cipher.seal(nonce, pad(data, unit), aad)
+        assert FRAME_SEALED_MIN <= len(sealed) <= FRAME_SEALED_MAX
+        return (len(sealed) | (LAST if last else 0)).to_bytes(_PREFIX_BYTES, "big") + sealed
+
+    def open_padded(self, sealed: bytes, *, last: bool) -> bytes:
+        """Return the next frame's padded data; raises `EnvelopeError` bad_tag."""
+        try:
+            nonce, aad = self._next_nonce(last=last)
+            return self._cipher.open(nonce, sealed, aad)
+        except (TagError, OverflowError):
+            raise EnvelopeError("bad_tag") from None
+
+    def open(self, sealed: bytes, *, last: bool) -> bytes:
+        """Return the next frame's data; raises `EnvelopeError` bad_tag or bad_padding."""
+        return unpad(self.open_padded(sealed, last=last))
+
+
+def stream_secrets(
+    base: HmacSm3, suite: int, nonce: bytes, request_nonce: bytes = b""
+) -> tuple[bytes, int]:
+    """Return (K_s, mask) of a stream; the mask as a number of 12 bytes."""
+    tail = nonce + request_nonce
+    blocks = base.mac(_LABEL + b"\x01" + tail) + base.mac(_LABEL + b"\x02" + tail)
+    size = KEY_BYTES[suite]
+    return blocks[:size], int.from_bytes(blocks[size : size + NONCE_BYTES], "big")
+
+
+def frame_data_max(unit: int, sealed_max: int) -> int:
+    """Return how many data bytes fit in a frame padded to `unit`, sealed within `sealed_max`."""
+    return (sealed_max - TAG_BYTES) // unit * unit - 1
+
+
+def parse_frame_size(prefix: bytes) -> tuple[int, bool]:
+    """Return (n, last) of a frame's first 4 bytes; raises frame_too_large or bad_length."""
+    word = int.from_bytes(prefix, "big")
+    size, last = word & ~LAST, bool(word & LAST)
+    if size > FRAME_SEALED_MAX:
+        raise EnvelopeError("frame_too_large")
+    if size < FRAME_SEALED_MIN:
+        raise EnvelopeError("bad_length")
+    return size, last
+
+
+class RawFrames:
+    """Cuts raw bytes into frames."""
+
+    __slots__ = ("_buffer", "_ended")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._ended = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a frame not whole yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bool]]:
+        """Take bytes, yield (sealed, last) of each frame that is whole.
+
+        To be run to its end before the next call. Raises trailing_data after the last frame,
+        frame_too_large and bad_length.
+        """
+        self._buffer += data
+        while True:
+            if self._ended:
+                if self._buffer:
+                    raise EnvelopeError("trailing_data")
+                return
+            if len(self._buffer) < _PREFIX_BYTES:
+                return
+            size, last = parse_frame_size(bytes(self._buffer[:_PREFIX_BYTES]))
+            if len(self._buffer) < _PREFIX_BYTES + size:
+                return
+            sealed = bytes(self._buffer[_PREFIX_BYTES : _PREFIX_BYTES + size])
+            del self._buffer[: _PREFIX_BYTES + size]
+            self._ended = last
+            yield sealed, last
+
+
+def sse_event(payload: bytes) -> bytes:
+    """Return the SSE event that carries a header or one frame."""
+    return b"data: " + base64.urlsafe_b64encode(payload).rstrip(b"=") + b"\n\n"
+
+
+def _decode_base64url(text: bytes) -> bytes:
+    """Return the bytes of strict base64url without `=`; raises bad_carrier."""
+    # One encoding of everything: no padding, no other alphabet, no loose bits at the end.
+    if not text or len(text) % 4 == 1 or b"+" in text or b"/" in text or b"=" in text:
+        raise EnvelopeError("bad_carrier")
+    standard = text.translate(bytes.maketrans(b"-_", b"+/")) + b"=" * (-len(text) % 4)
+    try:
+        raw = binascii.a2b_base64(standard, strict_mode=True)
+    except binascii.Error:
+        raise EnvelopeError("bad_carrier") from None
+    if binascii.b2a_base64(raw, newline=False) != standard:
+        raise EnvelopeError("bad_carrier")
+    return raw
+
+
+class SseFrames:
+    """Reads the SSE carrier: first the header's event, then one frame an event."""
+
+    __slots__ = ("_buffer", "_ended", "_header", "_pending")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._pending: bytes | None = None
+        self._header = False
+        self._ended = False
+
+    def feed(self, data: bytes) -> Iterator[bytes | tuple[bytes, bool]]:
+        """Take bytes, yield the 40 header bytes once, then (sealed, last) of each frame.
+
+        To be run to its end before the next call. Raises bad_carrier, frame_too_large and
+        trailing_data.
+        """
+        self._buffer += data
+        while (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end]).removesuffix(b"\r")
+            del self._buffer[: end + 1]
+            if len(line) > _SSE_LINE_MAX:
+                raise EnvelopeError("bad_carrier")
+            event = self._line(line)
+            if event is not None:
+                yield event
+        if len(self._buffer) > _SSE_LINE_MAX + 1:
+            raise EnvelopeError("bad_carrier")
+
+    def _line(self, line: bytes) -> bytes | tuple[bytes, bool] | None:
+        if line.startswith(b":"):
+            return None
+        if line:
+            if self._ended:
+                raise EnvelopeError("trailing_data")
+            if self._pending is not None or not line.startswith(b"data:"):
+                raise EnvelopeError("bad_carrier")
+            self._pending = _decode_base64url(line.removeprefix(b"data:").removeprefix(b" "))
+            return None
+        payload, self._pending = self._pending, None
+        if payload is None:
+            return None
+        if not self._header:
+            if len(payload) != HEADER_BYTES:
+                raise EnvelopeError("bad_carrier")
+            self._header = True
+            return payload
+        return self._frame(payload)
+
+    def _frame(self, payload: bytes) -> tuple[bytes, bool]:
+        if len(payload) < _PREFIX_BYTES:
+            raise EnvelopeError("bad_carrier")
+        size, last = parse_frame_size(payload[:_PREFIX_BYTES])
+        if size > SSE_SEALED_MAX:
+            raise EnvelopeError("frame_too_large")
+        if len(payload) != _PREFIX_BYTES + size:
+            raise EnvelopeError("bad_carrier")
+        self._ended = last
+        return payload[_PREFIX_BYTES:], last

@@ -1,0 +1,197 @@
+"""Which envelope keys there are, and what is derived from them.
+
+A key is one `kid` for one client and one audience (docs/envelope.md, "Key ids"). The ring chooses
+by kid and never by trial: GCM does not commit to its key. Keys are derived once and kept. A known
+kid with another R is refused. The ring never reads a clock: `now_ms` is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.sm4.cipher import KEY_BYTES, Aead, aead
+from proxy.sm4.digest import HmacSm3, hkdf_expand, hkdf_extract
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+KID_BYTES = 8
+ROOT_BYTES = 32
+PAD_BYTES_DEFAULT = 128
+PAD_UNIT_MAX = 65536
+ID_BYTES_MAX = 255
+# A kid is spent after 2^28 / k envelopes of one writer or 64 GiB, whichever comes first.
+ENVELOPES_MAX = 1 << 28
+SEALED_BYTES_MAX = 64 << 30
+
+
+class KeyringError(ValueError):
+    """A key is malformed, or contradicts one already known. Never shows key bytes."""
+
+
+def is_id(text: str, *, empty: bool = False) -> bool:
+    """Say whether `text` can be a client, audience or model id: 0x21-0x7e, 1-255 bytes."""
+    if not text:
+        return empty
+    return len(text) <= ID_BYTES_MAX and all("!" <= c <= "~" for c in text)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvelopeKey:
+    """One key as issued. Times in unix ms; `pad` in bytes; `writers` seal under it in all."""
+
+    kid: bytes
+    root: bytes = field(repr=False)
+    client: str
+    audience: str
+    tenant: str
+    suite: int
+    digest: str
+    not_before_ms: int
+    not_after_ms: int
+    pad: int = PAD_BYTES_DEFAULT
+    writers: int = 1
+    require_mac: bool = False
+    require_signature: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (len(self.kid) == KID_BYTES, "kid: expected 8 bytes"),
+            (len(self.root) == ROOT_BYTES, "root: expected 32 bytes"),
+            (is_id(self.client), "client: expected 1-255 printable characters, no space"),
+            (is_id(self.audience), "audience: expected 1-255 printable characters, no space"),
+            (is_id(self.tenant), "tenant: expected 1-255 printable characters, no space"),
+            (self.suite in KEY_BYTES, "suite: expected 1 (SM4) or 2 (AES-256)"),
+            (self.digest in {"sha256", "sm3"}, "digest: expected sha256 or sm3"),
+            (0 <= self.not_before_ms < self.not_after_ms < 1 << 63, "validity: empty or negative"),
+            (
+                0 < self.pad <= PAD_UNIT_MAX and PAD_UNIT_MAX % self.pad == 0,
+                "pad: expected a divisor of 65536",
+            ),
+            (self.writers >= 1, "writers: expected at least 1"),
+        )
+        for good, problem in checks:
+            if not good:
+                raise KeyringError(problem)
+
+
+class Derived:
+    """A key with everything derived from it, and how much was sealed with it here."""
+
+    __slots__ = (
+        "audience",
+        "key",
+        "mac",
+        "request",
+        "request_streams",
+        "response",
+        "response_streams",
+        "sealed_bytes",
+        "sealed_envelopes",
+    )
+
+    def __init__(self, key: EnvelopeKey) -> None:
+        self.key = key
+        self.audience = key.audience.encode()
+        prk = hkdf_extract(key.kid, key.root)
+        size = KEY_BYTES[key.suite]
+        self.request: Aead = aead(key.suite, self._expand(prk, b"smx1 req", size))
+        self.response: Aead = aead(key.suite, self._expand(prk, b"smx1 resp", size))
+        self.request_streams = HmacSm3(self._expand(prk, b"smx1 req stream", 32))
+        self.response_streams = HmacSm3(self._expand(prk, b"smx1 resp stream", 32))
+        self.mac = HmacSm3(self._expand(prk, b"smx1 mac", 32))
+        self.sealed_envelopes = 0
+        self.sealed_bytes = 0
+
+    def _expand(self, prk: bytes, label: bytes, size: int) -> bytes:
+        return hkdf_expand(prk, label + derivation_info(self.key), size)
+
+    def count(self, sealed_bytes: int, *, envelopes: int = 0) -> None:
+        """Note what was sealed under this kid by this process."""
+        self.sealed_envelopes += envelopes
+        self.sealed_bytes += sealed_bytes
+
+    def spent(self) -> bool:
+        """Say whether this process has sealed all that one writer may under this kid."""
+        return (
+            self.sealed_envelopes >= ENVELOPES_MAX // self.key.writers
+            or self.sealed_bytes >= SEALED_BYTES_MAX
+        )
+
+
+def derivation_info(key: EnvelopeKey) -> bytes:
+    """Return what follows the label in HKDF's info."""
+    client, audience = key.client.encode(), key.audience.encode()
+    return (
+        b"\0"
+        + bytes([key.suite])
+        + len(client).to_bytes(2, "big")
+        + client
+        + len(audience).to_bytes(2, "big")
+        + audience
+    )
+
+
+class Keyring:
+    """The keys of one end. Not thread-safe: one loop owns it."""
+
+    __slots__ = ("_derived", "_keys", "_window_ms")
+
+    def __init__(self, keys: Iterable[EnvelopeKey], *, window_ms: int = 60_000) -> None:
+        self._window_ms = window_ms
+        self._keys: dict[bytes, EnvelopeKey] = {}
+        self._derived: dict[bytes, Derived] = {}
+        for key in keys:
+            self.add(key)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: EnvelopeKey) -> None:
+        """Take a key; raises `KeyringError` if its kid is known with anything else than this."""
+        known = self._keys.get(key.kid)
+        if known is not None and known != key:
+            raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
+        self._keys[key.kid] = key
+
+    def get(self, kid: bytes) -> Derived | None:
+        """Return the derived keys of `kid`, or None if it is not known."""
+        derived = self._derived.get(kid)
+        if derived is None:
+            key = self._keys.get(kid)
+            if key is None:
+                return None
+            derived = self._derived[kid] = Derived(key)
+        return derived
+
+    def accepts(self, key: EnvelopeKey, time_ms: int) -> bool:
+        """Say whether an envelope of that header time may be opened with `key`."""
+        return (
+            key.not_before_ms - self._window_ms <= time_ms <= key.not_after_ms + 2 * self._window_ms
+        )
+
+    def live_kids(self, now_ms: int) -> list[bytes]:
+        """Return the kids with which an envelope made now would be opened."""
+        return [kid for kid, key in self._keys.items() if self.accepts(key, now_ms)]
+
+    def sealing_key(self, now_ms: int) -> Derived | None:
+        """Return the key to seal with now: valid, not spent, the one that began last."""
+        valid = [k for k in self._keys.values() if k.not_before_ms <= now_ms <= k.not_after_ms]
+        for key in sorted(valid, key=lambda k: k.not_before_ms, reverse=True):
+            derived = self.get(key.kid)
+            if derived is not None and not derived.spent():
+                return derived
+        return None
+
+    def drop_expired(self, now_ms: int) -> list[bytes]:
+        """Forget keys whose grace has ended, with all that was derived; return their kids.
+
+        The last header time is not-after + 2 windows, and it may be a window old when it comes.
+        """
+        grace_ms = 3 * self._window_ms
+        gone = [kid for kid, key in self._keys.items() if now_ms > key.not_after_ms + grace_ms]
+        for kid in gone:
+            del self._keys[kid]
+            self._derived.pop(kid, None)
+        return gone

@@ -1,0 +1,366 @@
+"""The order on receipt of a request (docs/envelope.md, "Order on receipt").
+
+    0 outer fields   1 form   2 time   3 not seen   4 GCM tag   5 time again, then insert
+    6 padding, trailer, D, signature, MAC   7 prelude, model, tenant   8 the caller forwards
+
+An opener is fed the HTTP body in any cuts and refuses as early as the order allows. Nothing is
+given out before the last step: a stream's frames are held until its last one is verified. Time and
+bytes are arguments; one loop owns the receiver, so step 5 needs no lock.
+
+What is held grows with what has arrived, never by an announced length.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.http.body import BodyError, model_of
+from proxy.sm4.cipher import TagError
+from proxy.sm4.digest import new_digest
+from proxy.sm4.envelope import (
+    HEADER_BYTES,
+    MAC,
+    MEDIA_TYPE,
+    SIGNATURE,
+    STREAM,
+    EnvelopeError,
+    Header,
+    associated_data,
+    decode_header,
+    decode_request_prelude,
+    media_type,
+    split_prelude,
+    split_trailer,
+    unpad,
+)
+from proxy.sm4.frames import RawFrames, StreamCipher
+from proxy.sm4.keyring import Derived, Keyring, is_id
+from proxy.sm4.sealer import ResponseSealer
+
+if TYPE_CHECKING:
+    from proxy.sm4.replay import ReplayCache
+
+__all__ = ["Budget", "EnvelopeError", "OpenedRequest", "Receiver", "RequestOpener"]
+
+PEER_SHARE = 8
+
+
+class Budget:
+    """Unverified bytes over all peers, at most an eighth of them for one peer's address."""
+
+    __slots__ = ("_held", "_limit", "_peers", "refusals")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._held = 0
+        self._peers: dict[str, int] = {}
+        self.refusals = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes taken and not given back."""
+        return self._held
+
+    def take(self, peer: str, size: int) -> bool:
+        """Take `size` bytes for `peer`; False (nothing taken) when a limit would be passed."""
+        held = self._peers.get(peer, 0)
+        if self._held + size > self._limit or held + size > self._limit // PEER_SHARE:
+            self.refusals += 1
+            return False
+        self._held += size
+        self._peers[peer] = held + size
+        return True
+
+    def give_back(self, peer: str, size: int) -> None:
+        """Give back bytes that were taken."""
+        held = self._peers.get(peer, 0) - size
+        assert held >= 0
+        self._held -= size
+        if held:
+            self._peers[peer] = held
+        else:
+            self._peers.pop(peer, None)
+
+
+@dataclass(slots=True)
+class OpenedRequest:
+    """A verified request. `model` is empty if the body names none; bodies show in no repr."""
+
+    method: str
+    target: str = field(repr=False)
+    content_type: str
+    qos: str
+    body: bytes = field(repr=False)
+    tenant: str
+    client: str
+    kid: bytes
+    suite: int
+    mac: bool
+    signature: bool
+    model: str
+    sealer: ResponseSealer = field(repr=False)
+
+
+class Receiver:
+    """What all requests of one audience share.
+
+    `window_ms` back and `ahead_ms` ahead are inclusive. `start_ms` is the receiver's clock at its
+    start; a time up to `start_ms + fence_ms` is stale (0: no fence). `max_body_bytes` bounds the
+    sealed body; the door answers 413 before that, this is the second place that checks.
+    """
+
+    __slots__ = (
+        "ahead_ms",
+        "fence_until_ms",
+        "keyring",
+        "max_body_bytes",
+        "replay",
+        "window_ms",
+    )
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        replay: ReplayCache,
+        *,
+        window_ms: int = 60_000,
+        ahead_ms: int = 5_000,
+        start_ms: int,
+        fence_ms: int,
+        max_body_bytes: int,
+    ) -> None:
+        self.keyring = keyring
+        self.replay = replay
+        self.window_ms = window_ms
+        self.ahead_ms = ahead_ms
+        self.fence_until_ms = start_ms + fence_ms if fence_ms > 0 else -1
+        self.max_body_bytes = max_body_bytes
+
+    def begin(
+        self,
+        content_type: str | None,
+        content_encoding: str | None,
+        model_id: str | None,
+        model_id_repeated: bool,  # noqa: FBT001 - one outer field after the other
+        tenant_id: str | None,
+    ) -> RequestOpener:
+        """Return the opener of one HTTP body, given the outer fields it came with (None: absent).
+
+        Raises `EnvelopeError` bad_carrier or model_mismatch.
+        """
+        if content_encoding is not None or media_type(content_type or "") != MEDIA_TYPE:
+            raise EnvelopeError("bad_carrier")
+        model = model_id or ""
+        if model_id_repeated or not is_id(model, empty=True):
+            raise EnvelopeError("model_mismatch")
+        return RequestOpener(self, model, tenant_id)
+
+    def check_time(self, time_ms: int, now_ms: int) -> None:
+        """Raise `EnvelopeError` stale or future if a header's time is not acceptable now."""
+        if time_ms < now_ms - self.window_ms or time_ms <= self.fence_until_ms:
+            raise EnvelopeError("stale")
+        if time_ms > now_ms + self.ahead_ms:
+            raise EnvelopeError("future")
+
+
+class RequestOpener:
+    """Opens one HTTP body. After an `EnvelopeError` it is finished and holds nothing."""
+
+    __slots__ = (
+        "_aad",
+        "_buffer",
+        "_cipher",
+        "_data",
+        "_data_bytes",
+        "_derived",
+        "_frames",
+        "_header",
+        "_last",
+        "_model",
+        "_receiver",
+        "_tenant",
+        "_total",
+    )
+
+    def __init__(self, receiver: Receiver, model: str, tenant: str | None) -> None:
+        self._receiver: Receiver | None = receiver
+        self._model = model
+        self._tenant = tenant
+        self._buffer = bytearray()
+        self._header: Header | None = None
+        self._derived: Derived | None = None
+        self._aad = b""
+        self._cipher: StreamCipher | None = None
+        self._frames = RawFrames()
+        # A stream's data, one entry a frame: held, unparsed, until the last frame is verified.
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._last = False
+        self._total = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes this opener holds: unverified ones and a stream's plaintext."""
+        return len(self._buffer) + self._frames.held_bytes + self._data_bytes
+
+    def feed(self, data: bytes, now_ms: int) -> None:
+        """Take bytes of the HTTP body; raises `EnvelopeError` as early as can be known."""
+        try:
+            self._feed(data, now_ms)
+        except EnvelopeError:
+            self._drop()
+            raise
+
+    def finish(self, now_ms: int) -> OpenedRequest:
+        """Return the request at the end of the HTTP body; raises `EnvelopeError`."""
+        try:
+            return self._finish(now_ms)
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._receiver = None
+        self._buffer.clear()
+        self._data.clear()
+        self._data_bytes = 0
+        self._frames = RawFrames()
+        self._cipher = None
+
+    def _feed(self, data: bytes, now_ms: int) -> None:
+        receiver = self._receiver
+        assert receiver is not None, "fed after its end"
+        self._total += len(data)
+        if self._total > receiver.max_body_bytes:
+            raise EnvelopeError("frame_too_large")
+        if self._header is None:
+            self._buffer += data
+            if len(self._buffer) < HEADER_BYTES:
+                return
+            self._header = self._check_header(receiver, now_ms)
+            data = bytes(self._buffer[HEADER_BYTES:])
+            self._buffer.clear()
+        if self._header.flags & STREAM:
+            for sealed, last in self._frames.feed(data):
+                self._take_frame(receiver, sealed, last=last, now_ms=now_ms)
+            return
+        self._buffer += data
+        if len(self._buffer) > self._header.length:
+            raise EnvelopeError("trailing_data")
+
+    def _check_header(self, receiver: Receiver, now_ms: int) -> Header:
+        """Steps 1 to 3."""
+        raw = bytes(self._buffer[:HEADER_BYTES])
+        header = decode_header(raw, response=False)
+        derived = receiver.keyring.get(header.kid)
+        if derived is None:
+            raise EnvelopeError("unknown_kid")
+        if header.suite != derived.key.suite:
+            raise EnvelopeError("bad_suite")
+        receiver.check_time(header.time_ms, now_ms)
+        # A kid that has sealed all it may answers nothing more, so nothing more is taken.
+        if not receiver.keyring.accepts(derived.key, header.time_ms) or derived.spent():
+            raise EnvelopeError("kid_expired")
+        if receiver.replay.seen(header.kid, header.nonce, now_ms):
+            raise EnvelopeError("replayed")
+        self._derived = derived
+        self._aad = associated_data(raw, self._model.encode(), derived.audience)
+        return header
+
+    def _admit(self, receiver: Receiver, header: Header, now_ms: int) -> None:
+        """Step 5, right after the tag: the time again, then insert, with one `now_ms`."""
+        receiver.check_time(header.time_ms, now_ms)
+        verdict = receiver.replay.insert(header.kid, header.nonce, now_ms)
+        if verdict != "ok":
+            raise EnvelopeError(verdict)
+
+    def _take_frame(self, receiver: Receiver, sealed: bytes, *, last: bool, now_ms: int) -> None:
+        header, derived = self._header, self._derived
+        assert header is not None
+        assert derived is not None
+        if self._cipher is None:
+            self._cipher = StreamCipher(
+                derived.request_streams, header.suite, self._aad, header.nonce
+            )
+            padded = self._cipher.open_padded(sealed, last=last)
+            self._admit(receiver, header, now_ms)
+        else:
+            padded = self._cipher.open_padded(sealed, last=last)
+        data = unpad(padded)
+        self._data.append(data)
+        self._data_bytes += len(data)
+        self._last = last
+
+    def _finish(self, now_ms: int) -> OpenedRequest:
+        receiver, header, derived = self._receiver, self._header, self._derived
+        assert receiver is not None, "finished twice"
+        if header is None or derived is None:
+            raise EnvelopeError("truncated")
+        if header.flags & STREAM:
+            if not self._last:
+                raise EnvelopeError("truncated")
+            self._data[-1], trailer = split_trailer(self._data[-1], header.flags)
+        else:
+            if len(self._buffer) < header.length:
+                raise EnvelopeError("truncated")
+            try:
+                padded = derived.request.open(header.nonce, bytes(self._buffer), self._aad)
+            except TagError:
+                raise EnvelopeError("bad_tag") from None
+            self._admit(receiver, header, now_ms)
+            data, trailer = split_trailer(unpad(padded), header.flags)
+            self._data = [data]
+        self._verify(header, derived, trailer)
+        return self._parse(header, derived)
+
+    def _verify(self, header: Header, derived: Derived, trailer: bytes) -> None:
+        """Rest of step 6: what policy demands, signature, MAC."""
+        if header.flags & SIGNATURE:
+            # No key provider issues signature keys yet: bit3 without a key at the kid.
+            raise EnvelopeError("bad_signature")
+        if derived.key.require_signature:
+            raise EnvelopeError("missing_signature")
+        if header.flags & MAC:
+            digest = new_digest(derived.key.digest)
+            for data in self._data:
+                digest.update(data)
+            mac = derived.mac.mac(self._aad + digest.digest())
+            if not hmac.compare_digest(mac, trailer):
+                raise EnvelopeError("bad_mac")
+        elif derived.key.require_mac:
+            raise EnvelopeError("missing_mac")
+
+    def _parse(self, header: Header, derived: Derived) -> OpenedRequest:
+        """Step 7; from here on the answer is sealed."""
+        has_mac = bool(header.flags & MAC)
+        sealer = ResponseSealer(derived, self._model.encode(), header.nonce, mac=has_mac)
+        try:
+            prelude_raw, first = split_prelude(self._data[0])
+            prelude = decode_request_prelude(prelude_raw)
+        except EnvelopeError as problem:
+            raise EnvelopeError(problem.reason, sealer) from None
+        body = b"".join((first, *self._data[1:]))
+        try:
+            model = model_of(body, prelude.content_type)
+        except BodyError:
+            raise EnvelopeError("model_mismatch", sealer) from None
+        if model != self._model:
+            raise EnvelopeError("model_mismatch", sealer)
+        if self._tenant is not None and self._tenant != derived.key.tenant:
+            raise EnvelopeError("tenant_mismatch", sealer)
+        return OpenedRequest(
+            method=prelude.method,
+            target=prelude.target,
+            content_type=prelude.content_type,
+            qos=prelude.qos,
+            body=body,
+            tenant=derived.key.tenant,
+            client=derived.key.client,
+            kid=derived.key.kid,
+            suite=derived.key.suite,
+            mac=has_mac,
+            signature=False,
+            model=model,
+            sealer=sealer,
+        )
