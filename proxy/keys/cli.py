@@ -1,0 +1,174 @@
+"""`tongguan keys`: make key files, and show what is in one without showing secrets.
+
+Exit codes: 0 ok, 2 usage or bad input, 3 I/O.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+EXIT_BAD_INPUT = 2
+EXIT_IO = 3
+
+
+@click.group(
+    epilog="Exit codes: 0 ok, 2 usage or bad input, 3 I/O. More: docs/keys.md",
+)
+def keys() -> None:
+    """Make key files for sidecar, client and auditor, and look at them."""
+
+
+@keys.command()
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Where the files go; made with mode 0700 if it is not there.",
+)
+@click.option(
+    "--audience",
+    help="The one receiver these keys are for, as <trust domain>/<namespace>/<pod uid>; "
+    "default: a fresh one under local/default/.",
+)
+@click.option("--client", default="client", show_default=True, help="Who seals requests.")
+@click.option(
+    "--tenant",
+    "tenants",
+    multiple=True,
+    default=("default",),
+    show_default=True,
+    help="Tenant with a prompt key; may be repeated, the first is the client's.",
+)
+@click.option(
+    "--suite",
+    type=click.Choice(["1", "2"]),
+    default="1",
+    show_default=True,
+    help="1: SM4-128-GCM, 2: AES-256-GCM.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=30,
+    show_default=True,
+    help="Validity of the envelope key; rotate daily where many share it.",
+)
+@click.option("--force", is_flag=True, help="Replace the keys of files that are there.")
+def new(
+    directory: Path,
+    audience: str | None,
+    client: str,
+    tenants: tuple[str, ...],
+    suite: str,
+    days: int,
+    force: bool,
+) -> None:
+    """Draw fresh keys and write sidecar.json, client.json and auditor.json, mode 0600.
+
+    \b
+    sidecar.json  everything a receiver needs; TONGGUAN_KEYS_FILE points to it
+    client.json   a caller's envelope key: Sm4Transport("client.json"), tongguan ask --keys
+    auditor.json  verifies and opens audit records; keep it away from the other two
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
+    from proxy.keys.file import KeyFileError
+    from proxy.keys.issue import Order, issue, write
+    from proxy.sm4.keyring import KeyringError
+
+    order = Order(
+        audience=audience or f"local/default/{uuid.uuid4()}",
+        client=client,
+        tenants=tenants,
+        suite=int(suite),
+        days=days,
+    )
+    now_ms = time.time_ns() // 1_000_000
+    try:
+        files = issue(order, now_ms=now_ms, random=os.urandom)
+        paths = write(directory, files, force=force, suffix=f"{now_ms}.{os.getpid()}")
+    except (KeyFileError, KeyringError) as problem:
+        _fail(str(problem), EXIT_BAD_INPUT)
+    except OSError as problem:
+        _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
+    for path in paths:
+        click.echo(f"wrote {path}")
+
+
+@keys.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def show(file: Path, as_json: bool) -> None:
+    """Show kids, audience, tenant, suite and validity of a key file; never a secret."""
+    from proxy.keys.file import KeyFileError, read
+
+    try:
+        contents = read(file)
+    except KeyFileError as problem:
+        _fail(str(problem), EXIT_BAD_INPUT)
+    except OSError as problem:
+        _fail(f"{file}: {problem.strerror}", EXIT_IO)
+    now_ms = time.time_ns() // 1_000_000
+    rows = [
+        {
+            "kid": key.kid.hex(),
+            "state": state(key.not_before_ms, key.not_after_ms, now_ms),
+            "suite": {1: "SM4-128-GCM", 2: "AES-256-GCM"}[key.suite],
+            "client": key.client,
+            "audience": key.audience,
+            "tenant": key.tenant,
+            "not_before": _utc(key.not_before_ms),
+            "not_after": _utc(key.not_after_ms),
+            "mac": "required" if key.require_mac else "optional",
+        }
+        for key in contents.envelope_keys
+    ]
+    facts = {
+        "role": contents.role,
+        "envelope_keys": rows,
+        "prompt_keys_for": sorted(contents.prompt_keys),
+        "chain_seed_ids": [seed_id for seed_id, _ in contents.chain_seeds],
+        "auditor_public": contents.auditor_public.hex() if contents.auditor_public else None,
+        "auditor_private": "present" if contents.auditor_private else None,
+    }
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(f"role            {contents.role}")
+    for row in rows:
+        click.echo(f"kid             {row['kid']}  {row['state']}")
+        for name in ("suite", "client", "audience", "tenant", "not_before", "not_after", "mac"):
+            click.echo(f"  {name:<13} {row[name]}")
+    if contents.prompt_keys:
+        click.echo(f"prompt keys for {', '.join(sorted(contents.prompt_keys))}")
+    for seed_id, _ in contents.chain_seeds:
+        click.echo(f"chain seed      {seed_id}")
+    if contents.auditor_public:
+        click.echo(f"auditor public  {contents.auditor_public.hex()}")
+    if contents.auditor_private:
+        click.echo("auditor private present")
+
+
+def state(not_before_ms: int, not_after_ms: int, now_ms: int) -> str:
+    """Return what a key is now: live, not yet, expired."""
+    if now_ms < not_before_ms:
+        return "not yet"
+    return "live" if now_ms <= not_after_ms else "expired"
+
+
+def _utc(time_ms: int) -> str:
+    moment = dt.datetime.fromtimestamp(time_ms / 1000, tz=dt.UTC)
+    return moment.isoformat(timespec="seconds")
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"tongguan keys: {message}", err=True)
+    sys.exit(code)

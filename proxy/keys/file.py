@@ -1,0 +1,250 @@
+"""Keys in a JSON file that only its owner can read (docs/keys.md).
+
+One layout for three roles: `sidecar.json` holds all a receiver needs, `client.json` a caller's
+envelope key and nothing else, `auditor.json` the auditor's pair with the prompt keys and chain
+seeds. A file that anybody else may read, or that somebody else owns, is refused. No message shows
+key bytes or says where in a key the fault lies.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from proxy.sm4.keyring import PAD_BYTES_DEFAULT, EnvelopeKey, Keyring, KeyringError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT = "tongguan-keys/1"
+ROLES = ("sidecar", "client", "auditor")
+FILE_BYTES_MAX = 4 << 20
+MODE = 0o600
+_FORBIDDEN_BITS = 0o077
+
+
+class KeyFileError(Exception):
+    """A key file is refused; the message names the file and what to do, never a secret."""
+
+
+class _KeyRow(msgspec.Struct, forbid_unknown_fields=True):
+    kid: str
+    root: str
+    client: str
+    audience: str
+    tenant: str
+    suite: int
+    digest: str
+    not_before_ms: int
+    not_after_ms: int
+    pad: int = PAD_BYTES_DEFAULT
+    writers: int = 1
+    require_mac: bool = False
+    require_signature: bool = False
+
+
+class _SeedRow(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    seed: str
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    format: str
+    role: str
+    envelope_keys: list[_KeyRow] = []
+    prompt_keys: dict[str, str] = {}
+    chain_seeds: list[_SeedRow] = []
+    auditor_public: str = ""
+    auditor_private: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeyFile:
+    """A key file's contents. `chain_seeds` in order of issue: the last one is in use."""
+
+    role: str
+    envelope_keys: tuple[EnvelopeKey, ...]
+    prompt_keys: Mapping[str, bytes]
+    chain_seeds: tuple[tuple[str, bytes], ...]
+    auditor_public: bytes | None
+    auditor_private: bytes | None
+
+
+class FileProvider:
+    """A `KeyProvider` over one file, read once. Raises `KeyFileError` or OSError."""
+
+    __slots__ = ("_file",)
+
+    def __init__(self, path: Path) -> None:
+        self._file = read(path)
+        if self._file.role != "sidecar":
+            raise KeyFileError(f"{path}: made for the {self._file.role}, not for a sidecar")
+
+    def envelope_keys(self) -> list[EnvelopeKey]:
+        """See `KeyProvider.envelope_keys`."""
+        return list(self._file.envelope_keys)
+
+    def prompt_key(self, tenant: str) -> bytes | None:
+        """See `KeyProvider.prompt_key`."""
+        return self._file.prompt_keys.get(tenant)
+
+    def chain_seed(self) -> tuple[str, bytes] | None:
+        """See `KeyProvider.chain_seed`."""
+        return self._file.chain_seeds[-1] if self._file.chain_seeds else None
+
+    def auditor_public(self) -> bytes | None:
+        """See `KeyProvider.auditor_public`."""
+        return self._file.auditor_public
+
+
+def read(path: Path) -> KeyFile:
+    """Read a key file of any role; raises `KeyFileError`, or OSError if it cannot be opened."""
+    # The descriptor that is checked is the one that is read: a name may change in between.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        check_access(path, os.fstat(descriptor), os.geteuid())
+        data = b""
+        while len(data) <= FILE_BYTES_MAX and (part := os.read(descriptor, FILE_BYTES_MAX + 1)):
+            data += part
+    finally:
+        os.close(descriptor)
+    if len(data) > FILE_BYTES_MAX:
+        raise KeyFileError(f"{path}: larger than {FILE_BYTES_MAX} bytes, no key file")
+    return parse(path, data)
+
+
+def check_access(path: Path, status: os.stat_result, uid: int) -> None:
+    """Raise `KeyFileError` unless this is a plain file of `uid` or root that nobody else reads."""
+    if not stat.S_ISREG(status.st_mode):
+        raise KeyFileError(f"{path}: not a regular file")
+    if status.st_uid not in {uid, 0}:
+        raise KeyFileError(
+            f"{path}: owned by uid {status.st_uid}, not by this user ({uid}) or root; "
+            f"run: chown {uid} {path}"
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & _FORBIDDEN_BITS:
+        raise KeyFileError(
+            f"{path}: mode {mode:04o} lets others at the keys; run: chmod 600 {path}"
+        )
+
+
+def parse(path: Path, data: bytes) -> KeyFile:
+    """Return the contents of a key file's bytes; `path` is for messages. Raises `KeyFileError`."""
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except msgspec.ValidationError as problem:
+        # Names the member and the type expected; the types are plain, so no value is shown.
+        raise KeyFileError(f"{path}: {problem}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise KeyFileError(
+            f"{path}: not a JSON key file; make one with: tongguan keys new"
+        ) from None
+    if document.format != FORMAT:
+        raise KeyFileError(f"{path}: format: expected {FORMAT}")
+    if document.role not in ROLES:
+        raise KeyFileError(f"{path}: role: expected sidecar, client or auditor")
+    try:
+        keys = tuple(_envelope_key(i, row) for i, row in enumerate(document.envelope_keys))
+        Keyring(keys)  # refuses a kid that is there twice with different contents
+        return KeyFile(
+            role=document.role,
+            envelope_keys=keys,
+            prompt_keys={
+                tenant: _secret(f"prompt_keys[{i}]", text)
+                for i, (tenant, text) in enumerate(document.prompt_keys.items())
+            },
+            chain_seeds=tuple(
+                (_seed_id(i, row.id), _secret(f"chain_seeds[{i}].seed", row.seed))
+                for i, row in enumerate(document.chain_seeds)
+            ),
+            auditor_public=_optional("auditor_public", document.auditor_public),
+            auditor_private=_optional("auditor_private", document.auditor_private),
+        )
+    except KeyringError as problem:
+        raise KeyFileError(f"{path}: {problem}") from None
+
+
+def _bytes(name: str, text: str, size: int) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    # fromhex skips spaces, so the text's length is checked too: a key is written in one way.
+    if len(value) != size or len(text) != 2 * size:
+        raise KeyringError(f"{name}: expected {2 * size} hexadecimal digits")
+    return value
+
+
+def _secret(name: str, text: str) -> bytes:
+    return _bytes(name, text, 32)
+
+
+def _optional(name: str, text: str) -> bytes | None:
+    return _secret(name, text) if text else None
+
+
+def _seed_id(index: int, text: str) -> str:
+    # It stands in the audit records' key_id, whose parts are separated by dots.
+    if not 1 <= len(text) <= 64 or not text.isascii() or not text.isalnum():
+        raise KeyringError(f"chain_seeds[{index}].id: expected 1-64 letters and digits")
+    return text
+
+
+def _envelope_key(index: int, row: _KeyRow) -> EnvelopeKey:
+    name = f"envelope_keys[{index}]"
+    kid, root = _bytes(f"{name}.kid", row.kid, 8), _bytes(f"{name}.root", row.root, 32)
+    try:
+        return EnvelopeKey(
+            kid=kid,
+            root=root,
+            client=row.client,
+            audience=row.audience,
+            tenant=row.tenant,
+            suite=row.suite,
+            digest=row.digest,
+            not_before_ms=row.not_before_ms,
+            not_after_ms=row.not_after_ms,
+            pad=row.pad,
+            writers=row.writers,
+            require_mac=row.require_mac,
+            require_signature=row.require_signature,
+        )
+    except KeyringError as problem:
+        raise KeyringError(f"{name}.{problem}") from None
+
+
+def encode(file: KeyFile) -> bytes:
+    """Return a key file's bytes."""
+    document = _Document(
+        format=FORMAT,
+        role=file.role,
+        envelope_keys=[
+            _KeyRow(
+                kid=key.kid.hex(),
+                root=key.root.hex(),
+                client=key.client,
+                audience=key.audience,
+                tenant=key.tenant,
+                suite=key.suite,
+                digest=key.digest,
+                not_before_ms=key.not_before_ms,
+                not_after_ms=key.not_after_ms,
+                pad=key.pad,
+                writers=key.writers,
+                require_mac=key.require_mac,
+                require_signature=key.require_signature,
+            )
+            for key in file.envelope_keys
+        ],
+        prompt_keys={tenant: key.hex() for tenant, key in file.prompt_keys.items()},
+        chain_seeds=[_SeedRow(id=seed_id, seed=seed.hex()) for seed_id, seed in file.chain_seeds],
+        auditor_public=file.auditor_public.hex() if file.auditor_public else "",
+        auditor_private=file.auditor_private.hex() if file.auditor_private else "",
+    )
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
