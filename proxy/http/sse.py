@@ -1,0 +1,303 @@
+"""Server-sent events as bytes: split, observed, cut; never written anew.
+
+`EventSplitter` cuts a stream after each blank line, for every mix of LF, CR LF and CR (WHATWG HTML
+section 9.2.5). `StreamObserver` reads OpenAI-style events out of it (content, usage, finish reason,
+token ids) and either hands the bytes on untouched and at once, or, when an engine was asked for
+something on audit's behalf, hands on whole events with that cut out.
+
+Invariants: the bytes handed on are the bytes that came, less whole cut ranges; what is held is at
+most `event_bytes`, and beyond that everything passes as it comes (`lost`); upstream bytes never
+raise.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from proxy.http.body import CHOICES_MAX, IDS, OPTIONS, TEXT_MAX, cut_ids, u32_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOKEN_IDS_MAX = 1 << 20
+"""Token ids kept of one answer."""
+
+# A lone CR is a line end, but never the CR of a CR LF.
+_EOL = rb"(?:\r\n|\n|\r(?!\n))"
+_BLANK = re.compile(_EOL + _EOL)
+_BLANK_END = re.compile(_EOL + _EOL + rb"\Z")
+_DATA = re.compile(rb"(?:(?<=[\r\n])|\A(?:\xef\xbb\xbf)?)data(?:: ?([^\r\n]*)|(?=[\r\n]))")
+_CR = 13
+
+
+class EventSplitter:
+    """Splits a stream into events, each with its blank line.
+
+    A CR at the end of a feed waits for the next byte, which may be its LF. An event of more than
+    `event_bytes` is given up: `lost` is set, and from that event's first byte on `feed` returns
+    what it is given, in one piece.
+    """
+
+    __slots__ = ("_event_bytes", "_pending", "_scanned", "_tail", "lost")
+
+    def __init__(self, event_bytes: int) -> None:
+        self.lost = False
+        self._event_bytes = event_bytes
+        self._pending = bytearray()
+        self._scanned = 0
+        self._tail = b""
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes after the last complete event."""
+        return bytes(self._pending)
+
+    @property
+    def between_events(self) -> bool:
+        """Nothing of a started event is there: an end of the stream here cuts no event."""
+        if self.lost:
+            return _BLANK_END.search(self._tail) is not None
+        return not self._pending.strip(b"\r\n") or self.pending_is_event
+
+    @property
+    def pending_is_event(self) -> bool:
+        """What is pending waits only to see whether its last CR has an LF."""
+        pending = self._pending
+        return pending[-1:] == b"\r" and _BLANK_END.search(pending[-4:]) is not None
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the events that are complete now; the last piece is no event once `lost`."""
+        if self.lost:
+            self._tail = (self._tail + data)[-4:]
+            return [data]
+        # The usual case: whole events with LF, nothing left of the feed before.
+        if (
+            not self._pending
+            and data[-2:] == b"\n\n"
+            and b"\r" not in data
+            and len(data) <= self._event_bytes
+        ):
+            if data.find(b"\n\n") + 2 == len(data):
+                return [data]
+            events = data.split(b"\n\n")
+            if not events.pop():
+                return [event + b"\n\n" for event in events]
+        return self._search(data)
+
+    def _search(self, data: bytes) -> list[bytes]:
+        pending = self._pending
+        pending += data
+        # A blank line has at most four bytes: three of them may have been there before.
+        start, pos = 0, max(0, self._scanned - 3)
+        size = len(pending)
+        events: list[bytes] = []
+        while (blank := _BLANK.search(pending, pos)) is not None:
+            end = blank.end()
+            if end - start > self._event_bytes or (end == size and pending[-1] == _CR):
+                break
+            events.append(bytes(pending[start:end]))
+            start = pos = end
+        # What is left begins with an event that is not complete, waits for an LF, or is too large.
+        size = (blank.end() if blank is not None else size) - start
+        del pending[:start]
+        self._scanned = len(pending)
+        self.lost = size > self._event_bytes
+        if self.lost:
+            events.append(bytes(pending))
+            self._tail = bytes(pending[-4:])
+            self._pending = bytearray()
+        return events
+
+
+class _Delta(msgspec.Struct):
+    content: Any = None
+
+
+class _Choice(msgspec.Struct):
+    index: Any = 0
+    delta: _Delta | None = None
+    text: Any = None
+    finish_reason: Any = None
+    token_ids: Any = msgspec.UNSET
+    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: Any = None
+    model: Any = None
+    token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# In valid JSON a quote right after a comma opens a name, so each match is a member; that it is one
+# of the right objects is checked by counting.
+_ID_MEMBER = re.compile(rb',"(?:prompt_)?token_ids": ?(?:null|\[[0-9, ]*\])(?=[,}])')
+
+
+class StreamObserver:
+    """Follows one answer stream.
+
+    `on_content(choice index, text)` is called for each content delta. `added` is what was asked for
+    on audit's behalf; when it is empty, `feed` returns its argument, whatever event that splits.
+    `finish` is choice 0's. `done`: `[DONE]` was seen. `lost`: what was observed is incomplete (an
+    event beyond `event_bytes` or no JSON, more ids than `TOKEN_IDS_MAX`, a choice beyond
+    `CHOICES_MAX`).
+    """
+
+    __slots__ = (
+        "_added",
+        "_finished",
+        "_ids",
+        "_incomplete",
+        "_on_content",
+        "_splitter",
+        "done",
+        "finish",
+        "model",
+        "usage",
+    )
+
+    def __init__(
+        self, on_content: Callable[[int, str], None], added: frozenset[str], event_bytes: int
+    ) -> None:
+        self.usage: dict[str, Any] | None = None
+        self.finish: str | None = None
+        self.model = ""
+        self.done = False
+        self._on_content = on_content
+        self._added = added
+        self._splitter = EventSplitter(event_bytes)
+        self._ids: array[int] | None = array("I")
+        self._incomplete = False
+        self._finished = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of choice 0, in order; empty when there were too many to keep."""
+        return self._ids.tolist() if self._ids is not None else []
+
+    @property
+    def lost(self) -> bool:
+        """What was observed is incomplete."""
+        return self._incomplete or self._splitter.lost
+
+    @property
+    def between_events(self) -> bool:
+        """The upstream stands between two events."""
+        return self._splitter.between_events
+
+    def feed(self, data: bytes) -> bytes:
+        """Observe the next bytes; return those to hand on now."""
+        splitter = self._splitter
+        events = splitter.feed(data)
+        raw = events.pop() if splitter.lost else b""
+        if not self._added:
+            for event in events:
+                self._take(_payload(event)[0])
+            return data
+        if len(events) == 1 and not raw:
+            return self._cut(events[0])
+        return b"".join([self._cut(event) for event in events]) + raw
+
+    def finish_feed(self) -> bytes:
+        """Return what is still held; for the end of the upstream."""
+        if self._finished:
+            return b""
+        self._finished = True
+        held = self._splitter.pending
+        if not self._splitter.pending_is_event:
+            return held if self._added else b""
+        if self._added:
+            return self._cut(held)
+        self._take(_payload(held)[0])
+        return b""
+
+    def _take(self, payload: bytes | None) -> _Event | None:
+        """Observe the data of one event."""
+        if payload is None:
+            return None
+        try:
+            event = _decode(payload)
+        except _UNREADABLE:
+            if payload == b"[DONE]":
+                self.done = True
+            elif payload[:1] == b"{":
+                self._incomplete = True
+            return None
+        for choice in event.choices or ():
+            index = choice.index
+            if type(index) is not int or not 0 <= index < CHOICES_MAX:
+                self._incomplete = True
+                continue
+            delta = choice.delta
+            text = choice.text if delta is None else delta.content
+            if text and isinstance(text, str):
+                self._on_content(index, text)
+            if index == 0:
+                if isinstance(choice.finish_reason, str):
+                    self.finish = choice.finish_reason[:TEXT_MAX]
+                if choice.token_ids:
+                    self._take_ids(choice.token_ids)
+        if event.usage and isinstance(event.usage, dict):
+            self.usage = event.usage
+        if not self.model and isinstance(event.model, str):
+            self.model = event.model[:TEXT_MAX]
+        return event
+
+    def _take_ids(self, value: object) -> None:
+        # UNSET is true, and no list.
+        ids = u32_ids(value)
+        if ids is None or self._ids is None:
+            return
+        if len(self._ids) + len(ids) > TOKEN_IDS_MAX:
+            self._ids = None
+            self._incomplete = True
+            return
+        self._ids += ids
+
+    def _cut(self, event: bytes) -> bytes:
+        """Observe one event and return what the client gets of it."""
+        payload, start = _payload(event)
+        seen = self._take(payload)
+        if seen is None or payload is None:
+            return event
+        if OPTIONS in self._added and seen.choices == [] and isinstance(seen.usage, dict):
+            return b""
+        if start < 0 or IDS not in self._added or b"token_ids" not in payload:
+            return event
+        shorter = _without_ids(payload, seen)
+        return event[:start] + shorter + event[start + len(payload) :]
+
+
+def _payload(event: bytes) -> tuple[bytes | None, int]:
+    """Return an event's data and where it begins in the event (-1: on more than one line)."""
+    if event[:6] == b"data: ":
+        end = len(event) - 2
+        if event.find(b"\n") == end and b"\r" not in event:
+            return event[6:end], 6
+    lines = list(_DATA.finditer(event))
+    if not lines:
+        return None, -1
+    if len(lines) == 1 and lines[0][1] is not None:
+        return lines[0][1], lines[0].start(1)
+    return b"\n".join([line[1] or b"" for line in lines]), -1
+
+
+def _without_ids(payload: bytes, seen: _Event) -> bytes:
+    """Return the data without the id members of the event and of its choices."""
+    unset = msgspec.UNSET
+    known = (seen.token_ids is not unset) + (seen.prompt_token_ids is not unset)
+    for choice in seen.choices or ():
+        known += (choice.token_ids is not unset) + (choice.prompt_token_ids is not unset)
+    if b"\\u" not in payload and payload.count(b'token_ids"') == known:
+        shorter, cut = _ID_MEMBER.subn(b"", payload)
+        if cut == known:
+            return shorter
+    return cut_ids(payload)
