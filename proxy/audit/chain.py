@@ -1,0 +1,161 @@
+"""The MAC chain: keys, MACs, and the line of one record.
+
+Pure. A line is `JSON TAB hex(mac) LF`; `mac(n) = HMAC(k, raw prev || JSON)`, where prev is the MAC
+of the record before (32 zero bytes in genesis). `Chain` is the writer's head: it moves by one
+record at a time and can be set back to a durable one (`Head` is a value).
+
+Erasing keys is best effort in Python: bytes objects stay until collected (docs/audit.md, "Keys").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from proxy.audit import canonical
+from proxy.sm4.digest import new_digest
+
+Alg = Literal["s256", "sm3"]
+ALGS: tuple[Alg, ...] = ("s256", "sm3")
+MAC_BYTES = 32
+ZERO_MAC = "0" * 64
+LINE_BYTES = 64 << 10
+EPOCH_LIMIT = 1 << 20
+
+_BLOCK_BYTES = 64
+_DIGESTS = {"s256": "sha256", "sm3": "sm3"}
+
+
+def hkdf(ikm: bytes, info: bytes, length: int, salt: bytes = b"") -> bytes:
+    """Return HKDF-SHA256 (RFC 5869), at most 255 blocks of 32 bytes."""
+    prk = hmac.digest(salt or bytes(32), ikm, "sha256")
+    return hkdf_expand(prk, info, length)
+
+
+def hkdf_expand(prk: bytes, info: bytes, length: int) -> bytes:
+    """Return HKDF-Expand-SHA256 (RFC 5869, 2.3)."""
+    assert 0 < length <= 255 * 32
+    out = block = b""
+    for counter in range(1, -(-length // 32) + 1):
+        block = hmac.digest(prk, block + info + bytes([counter]), "sha256")
+        out += block
+    return out[:length]
+
+
+def chain_key(seed: bytes, alg: str, origin: str) -> bytes:
+    """Return k(0) of a chain: 32 bytes."""
+    info = b"\0".join((b"tongguan audit v1", alg.encode(), origin.encode()))
+    return hkdf(seed, info, 32)
+
+
+def next_key(key: bytes) -> bytes:
+    """Return k(e + 1) of k(e)."""
+    return hkdf(key, b"audit epoch", 32)
+
+
+def key_id(seed_id: str, alg: str, epoch: int) -> str:
+    """Return the `key_id` member."""
+    return f"{seed_id}.{alg}.{epoch}"
+
+
+def parse_key_id(text: str) -> tuple[str, str, int] | None:
+    """Return (seed id, alg, epoch), or None if it is none of ours."""
+    seed_id, _, rest = text.rpartition(".")
+    seed_id, _, alg = seed_id.rpartition(".")
+    plain = rest.isascii() and rest.isdigit() and str(int(rest[:10])) == rest
+    if not seed_id or alg not in ALGS or not plain or int(rest) > EPOCH_LIMIT:
+        return None
+    return seed_id, alg, int(rest)
+
+
+class Hmac:
+    """HMAC (RFC 2104) with the key absorbed once: a MAC is then two hashes and no set-up."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, alg: str, key: bytes) -> None:
+        assert len(key) <= _BLOCK_BYTES
+        block = key.ljust(_BLOCK_BYTES, b"\0")
+        name = _DIGESTS[alg]
+        self._inner, self._outer = new_digest(name), new_digest(name)
+        self._inner.update(bytes(b ^ 0x36 for b in block))
+        self._outer.update(bytes(b ^ 0x5C for b in block))
+
+    def hex(self, message: bytes) -> str:
+        """Return the MAC as 64 lower-case hex characters."""
+        inner = self._inner.copy()
+        inner.update(message)
+        outer = self._outer.copy()
+        outer.update(inner.digest())
+        return outer.digest().hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a chain stands: the next seq, and the MAC of the record before it."""
+
+    seq: int = 0
+    prev: str = ZERO_MAC
+
+
+class Chain:
+    """The writer's end of a chain."""
+
+    __slots__ = ("_hmac", "_key_id", "_origin", "_prev", "_seq")
+
+    def __init__(self, origin: str, seed_id: str, alg: Alg, seed: bytes) -> None:
+        self._origin = origin
+        self._key_id = key_id(seed_id, alg, 0)
+        self._hmac = Hmac(alg, chain_key(seed, alg, origin))
+        self._seq = 0
+        self._prev = ZERO_MAC
+
+    @property
+    def seq(self) -> int:
+        """The seq of the next record."""
+        return self._seq
+
+    @property
+    def head(self) -> Head:
+        """Where the chain stands, to come back to."""
+        return Head(self._seq, self._prev)
+
+    def back_to(self, head: Head) -> None:
+        """Forget what was chained after `head`."""
+        self._seq, self._prev = head.seq, head.prev
+
+    def line(self, kind: str, members: dict[str, Any], wall_ns: int, mono_ns: int) -> bytes:
+        """Chain one record and return its line; `members` fit (canonical.fit).
+
+        Raises ValueError, with the chain where it was, when the line would exceed `LINE_BYTES`.
+        """
+        record = {
+            **members,
+            "v": 1,
+            "kind": kind,
+            "seq": self._seq,
+            "origin": self._origin,
+            "wall_ns": str(wall_ns),
+            "mono_ns": str(mono_ns),
+            "prev": self._prev,
+            "key_id": self._key_id,
+        }
+        data = canonical.encode(record)
+        if len(data) > LINE_BYTES - 66:
+            raise ValueError(f"a record of {len(data)} bytes; a line holds {LINE_BYTES}")
+        mac = self._hmac.hex(bytes.fromhex(self._prev) + data)
+        self._seq += 1
+        self._prev = mac
+        return b"%b\t%b\n" % (data, mac.encode())
+
+
+def mac_of(alg: str, key: bytes, prev: str, data: bytes) -> str:
+    """Return the MAC of one record, hex."""
+    return Hmac(alg, key).hex(bytes.fromhex(prev) + data)
+
+
+def sha256_hex(data: bytes) -> str:
+    """Return SHA-256 as hex."""
+    return hashlib.sha256(data).hexdigest()

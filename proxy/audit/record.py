@@ -1,0 +1,252 @@
+"""Records: the kinds, what each must hold, and the builder of `request` records.
+
+The one table (`KINDS`) is enforced where records are written and where they are verified. Pure.
+Client strings and upstream usage are capped and cleaned here or by `canonical.fit`, so that no
+client can make a record unwritable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from proxy.audit.canonical import INT_LIMIT, TEXT_BYTES, clean_text
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_map(value: Any) -> bool:
+    return type(value) is dict
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _is_hash(value: Any) -> bool:
+    return type(value) is str and len(value) == 64 and not value.strip("0123456789abcdef")
+
+
+def _is_decimal(value: Any) -> bool:
+    return (
+        type(value) is str
+        and value.isascii()
+        and value.isdigit()
+        and len(value) <= 20
+        and (value == "0" or value[0] != "0")
+    )
+
+
+_Check = Callable[[Any], bool]
+
+COMMON: dict[str, _Check] = {
+    "v": _is_int,
+    "kind": _is_text,
+    "seq": _is_int,
+    "origin": _is_text,
+    "wall_ns": _is_decimal,
+    "mono_ns": _is_decimal,
+    "prev": _is_hash,
+    "key_id": _is_text,
+}
+
+_LOAD: dict[str, _Check] = {"in_flight": _is_int, "started_total": _is_int}
+
+KINDS: dict[str, dict[str, _Check]] = {
+    "genesis": {
+        "config_sha256": _is_text,
+        "image": _is_text,
+        "checkpoint_records": _is_int,
+        "checkpoint_s": _is_int,
+        "heartbeat_s": _is_int,
+        "required_signers": _is_list,
+        "clock_source": _is_text,
+        "clock_bound_ms": _is_int,
+        "prev_size": _is_int,
+    },
+    "request": {
+        "trace_id": _is_text,
+        "tenant": _is_text,
+        "qos": _is_text,
+        "status": _is_int,
+        "outcome": _is_text,
+        "phase": _is_text,
+        "times_us": _is_map,
+    },
+    "open": {"trace_id": _is_text, "tenant": _is_text, "qos": _is_text},
+    "checkpoint": {"note": _is_text, **_LOAD},
+    "heartbeat": dict(_LOAD),
+    "rotate": {"new_key_id": _is_text, "new_key_mac": _is_hash},
+    "segment_end": {"ids_sha256": _is_hash},
+    "segment_start": {"prev_file": _is_text},
+    "recovered": {
+        "of_origin": _is_text,
+        "file": _is_text,
+        "offset": _is_int,
+        "length": _is_int,
+        "sha256": _is_hash,
+        "last_seq": _is_int,
+        "last_mac": _is_hash,
+    },
+    "lost": {
+        "from": _is_decimal,
+        "to": _is_decimal,
+        "count": _is_int,
+        "reason": _is_text,
+        "outcomes": _is_map,
+    },
+    "rejected": {"second": _is_int, "counts": _is_map},
+    "pruned": {
+        "upto": _is_int,
+        "last_mac": _is_hash,
+        "youngest_wall": _is_decimal,
+        "note": _is_text,
+        "frontier": _is_list,
+    },
+    "erased": {"key_ref": _is_text},
+    "decision": {"what": _is_text},
+    "alarm": {"what": _is_text},
+    "closed": {"ids_sha256": _is_hash, **_LOAD},
+}
+
+REQUIRED: dict[str, frozenset[str]] = {kind: frozenset(table) for kind, table in KINDS.items()}
+
+OUTCOMES = frozenset(
+    {
+        "ok",
+        "client_gone",
+        "client_stalled",
+        "upstream_error",
+        "truncated",
+        "shed",
+        "rejected",
+        "timeout",
+    }
+)
+PHASES = frozenset({"before_first_byte", "streaming", "done"})
+_USAGE = ("prompt", "completion", "total", "cached", "reasoning")
+
+
+def problem_with(record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the members of a version-1 record, or None."""
+    for name, check in COMMON.items():
+        if name not in record:
+            return f"member {name} is missing"
+        if not check(record[name]):
+            return f"member {name} is not of its type"
+    if record["seq"] < 0:
+        return "seq is negative"
+    kind = record["kind"]
+    table = KINDS.get(kind)
+    if table is None:
+        return "unknown kind"
+    for name, check in table.items():
+        if name not in record:
+            return f"{kind}: member {name} is missing"
+        if not check(record[name]):
+            return f"{kind}: member {name} is not of its type"
+    if kind == "request" and (record["outcome"] not in OUTCOMES or record["phase"] not in PHASES):
+        return "request: outcome or phase is not of the list"
+    return None
+
+
+def usage_members(
+    prompt: object = None,
+    completion: object = None,
+    total: object = None,
+    cached: object = None,
+    reasoning: object = None,
+) -> dict[str, int]:
+    """Return usage as reported: an explicit 0 stays 0, what is no count is absent."""
+    values = (prompt, completion, total, cached, reasoning)
+    return {
+        name: value
+        for name, value in zip(_USAGE, values, strict=True)
+        if type(value) is int and 0 <= value < INT_LIMIT
+    }
+
+
+def _text(value: str) -> str:
+    return value if value.isascii() and len(value) <= TEXT_BYTES else clean_text(value)
+
+
+def request_members(
+    *,
+    trace_id: str,
+    tenant: str,
+    qos: str,
+    status: int,
+    outcome: str,
+    phase: str,
+    queue_us: int | None = None,
+    first_byte_us: int | None = None,
+    total_us: int | None = None,
+    traceparent: str | None = None,
+    model: str | None = None,
+    served_model: str | None = None,
+    pool: str | None = None,
+    envelope_kid: str | None = None,
+    envelope_suite: int | None = None,
+    envelope_signature: bool = False,
+    envelope_mac: bool = False,
+    prompt_hash: str | None = None,
+    params_hash: str | None = None,
+    output_hash: str | None = None,
+    output_len: int | None = None,
+    usage: dict[str, int] | None = None,
+    qos_asked: str | None = None,
+) -> dict[str, object]:
+    """Return the members of a `request` record; None means unknown and is absent.
+
+    `status` is what the client was sent (0: nothing); times are microseconds from the accepted
+    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. The token ids
+    go to the writer beside the members.
+    """
+    assert outcome in OUTCOMES
+    assert phase in PHASES
+    members: dict[str, object] = {
+        "trace_id": trace_id,
+        "tenant": _text(tenant),
+        "qos": qos,
+        "status": status,
+        "outcome": outcome,
+        "phase": phase,
+    }
+    times = {}
+    if queue_us is not None:
+        times["queue"] = queue_us
+    if first_byte_us is not None:
+        times["first_byte"] = first_byte_us
+    if total_us is not None:
+        times["total"] = total_us
+    members["times_us"] = times
+    for name, text in (
+        ("traceparent", traceparent),
+        ("model", model),
+        ("served_model", served_model),
+        ("pool", pool),
+        ("prompt_hash", prompt_hash),
+        ("params_hash", params_hash),
+        ("output_hash", output_hash),
+        ("qos_asked", qos_asked),
+    ):
+        if text is not None:
+            members[name] = _text(text)
+    if output_len is not None:
+        members["output_len"] = output_len
+    if usage:
+        members["usage"] = usage
+    if envelope_kid is not None:
+        members["envelope"] = {
+            "kid": _text(envelope_kid),
+            "suite": envelope_suite or 0,
+            "signature": envelope_signature,
+            "mac": envelope_mac,
+        }
+    return members

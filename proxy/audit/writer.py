@@ -1,0 +1,600 @@
+"""The writer of one chain: order on the event loop, bytes to disk on one sync thread.
+
+`append` builds a record's line at once and never waits; lines gather until `flush_ms` or
+`flush_records`, then go to the sync thread as whole batches, one batch at a time. A record stays in
+memory until it is durable, at most `PENDING_RECORDS` and `PENDING_BYTES` of them; beyond that
+records are lost, counted, and a `lost` record says so later.
+
+When a write fails, the same bytes are tried again every `RETRY_S`. When a sync fails, the file is
+sealed at its durable end and what was not durable is chained again into a new segment, so seq
+numbers of those records move by one; what `append` returned stays good for `durable`.
+
+One loop, one process: a forked child is refused at its first append.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from proxy.audit import ids as token_ids
+from proxy.audit.canonical import encode, fit
+from proxy.audit.chain import Alg, Chain, Head
+from proxy.audit.disk import Committed, Disk, Part, Sealed, SegmentFile
+from proxy.audit.layout import chain_name, remote_filesystem
+from proxy.audit.record import REQUIRED
+from proxy.audit.recover import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from proxy.audit.ids import SegmentIds, TokenIds
+    from proxy.clock import Clock
+
+PENDING_RECORDS = 8192
+PENDING_BYTES = 16 << 20
+RETRY_S = 0.5
+CLOSE_S = 5.0
+# What `append` returns for a record it had to drop.
+LOST = -1
+
+# Room for `segment_end` at the end of a segment.
+_END_ROOM = 1024
+_SEGMENT_KINDS = ("segment_end", "segment_start")
+# A start is not refused for these: the chain comes up unavailable and heals.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_LOST_OUTCOMES = 16
+
+
+class AuditError(Exception):
+    """The chain cannot be started, or was used wrongly; the text is for a person."""
+
+
+class AuditUnavailableError(Exception):
+    """The chain cannot be written now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainConfig:
+    """What a chain is started with; sizes in bytes, times in the unit of their name.
+
+    `auditor_public` is a 32-byte X25519 key; `genesis` has at least `config_sha256` and `image`.
+    """
+
+    dir: Path
+    origin: str
+    seed_id: str
+    seed: bytes = field(repr=False)
+    alg: Alg
+    token_ids: TokenIds
+    auditor_public: bytes | None
+    on_failure: Literal["block", "degrade"]
+    flush_ms: int
+    flush_records: int
+    segment_bytes: int
+    heartbeat_s: int
+    genesis: dict[str, object]
+
+
+@dataclass(slots=True)
+class AuditStats:
+    """Plain counters for the metrics collector; `pending` is a level, `lost` a total."""
+
+    records: int = 0
+    bytes: int = 0
+    syncs: int = 0
+    sync_seconds_total: float = 0.0
+    lost: int = 0
+    pending: int = 0
+    failures: int = 0
+    head_seq: int = -1
+
+
+@dataclass(slots=True)
+class _Item:
+    """A record that is not durable yet, with what it takes to chain it again."""
+
+    ticket: int
+    kind: str
+    members: dict[str, Any]
+    ids: Sequence[int] | None
+    wall_ns: int
+    mono_ns: int
+    seq: int = 0
+    line: bytes = b""
+    entry: bytes = b""
+    segment: _Segment | None = None
+
+
+class _Segment:
+    """The writer's view of the segment it fills."""
+
+    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_size", "records", "size")
+
+    def __init__(self, first_seq: int) -> None:
+        self.file = SegmentFile(first_seq)
+        self.records = 0
+        self.size = 0
+        self.ids: SegmentIds | None = None
+        self.ids_digest = hashlib.sha256()
+        self.ids_size = 0
+        self.ids_head = b""
+
+
+@dataclass(slots=True)
+class _Losses:
+    """What was dropped since the last `lost` record."""
+
+    count: int = 0
+    from_ns: int = 0
+    to_ns: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: str, now_ns: int) -> None:
+        """Count one record."""
+        self.count += 1
+        self.from_ns = self.from_ns or now_ns
+        self.to_ns = now_ns
+        if outcome not in self.outcomes and len(self.outcomes) >= _LOST_OUTCOMES:
+            outcome = "other"
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+
+def _no_load() -> tuple[int, int]:
+    return 0, 0
+
+
+def _checked(config: ChainConfig) -> ChainConfig:
+    if config.token_ids == "sealed":  # noqa: S105 - a mode
+        if config.auditor_public is None:
+            raise AuditError(
+                "token ids are sealed to the auditor, and no auditor key is there: give one "
+                "(auditor's public key in the key file) or set audit.token_ids to "
+                "commit, plain or off"
+            )
+        if not token_ids.usable_public(config.auditor_public):
+            raise AuditError("the auditor's public key is no usable X25519 key of 32 bytes")
+    if len(config.seed) != 32:
+        raise AuditError("a chain seed is 32 bytes")
+    missing = {"config_sha256", "image"} - config.genesis.keys()
+    if missing:
+        raise AuditError(f"genesis lacks {', '.join(sorted(missing))}")
+    return config
+
+
+class AuditWriter:
+    """One chain, from its genesis to its `closed`. Made by `start`; all methods on the loop."""
+
+    def __init__(
+        self,
+        config: ChainConfig,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        gauges: Callable[[], tuple[int, int]],
+        chain_dir: Path,
+    ) -> None:
+        """Prepare; `start` does the rest."""
+        self.stats = AuditStats()
+        self.dir = chain_dir
+        self._config = config
+        self._clock = clock
+        self._loop = loop
+        self._gauges = gauges
+        self._pid = os.getpid()
+        self._chain = Chain(config.origin, config.seed_id, config.alg, config.seed)
+        self._disk = Disk(chain_dir)
+        self._segment = _Segment(0)
+        self._prev_file = ""
+        self._items: deque[_Item] = deque()
+        self._item_bytes = 0
+        self._sent = 0
+        self._durable = Head()
+        self._durable_ticket = -1
+        self._ticket = -1
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._last_ns = 0
+        self._available = True
+        self._losing = False
+        self._losses = _Losses()
+        self._loss_reason = ""
+        self._closing = False
+        self._drained: asyncio.Future[None] | None = None
+        self._jobs: queue.SimpleQueue[list[Part] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._sync_loop, name="audit-sync", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        config: ChainConfig,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        gauges: Callable[[], tuple[int, int]] = _no_load,
+    ) -> Self:
+        """Open a new chain under `config.dir`: genesis, and `recovered` for each unended chain.
+
+        `gauges` gives (requests in flight, requests started in all). Blocks until the first records
+        are durable. Raises `AuditError`; but a full or failing disk gives a writer that is not
+        `available` and heals by itself.
+        """
+        _checked(config)
+        try:
+            config.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remote = remote_filesystem(config.dir)
+            if remote:
+                raise AuditError(f"{config.dir} is on {remote}; a chain needs a local file system")
+            found = survey(config.dir)
+        except OSError as problem:
+            raise AuditError(f"audit directory {config.dir}: {problem}") from problem
+        name = chain_name(clock.wall_ns(), os.urandom(4).hex())
+        self = cls(config, clock, loop, gauges, config.dir / name)
+        genesis: dict[str, Any] = {
+            "checkpoint_records": 1000,
+            "checkpoint_s": 10,
+            "heartbeat_s": config.heartbeat_s,
+            "required_signers": [],
+            "clock_source": "unknown",
+            "clock_bound_ms": -1,
+            **config.genesis,
+            "prev_size": found.prev_size,
+        }
+        if found.prev_origin is not None:
+            genesis["prev_origin"] = found.prev_origin
+        self._add("genesis", genesis)
+        for origin, tail in found.undeclared:
+            self._add("recovered", tail.members(origin))
+        first = self._take()
+        committed = self._disk.commit(first)
+        if committed.error is not None and committed.error.errno not in _PASSING:
+            self._disk.close()
+            raise AuditError(f"audit directory {config.dir}: {committed.error}") from (
+                committed.error
+            )
+        self._thread.start()
+        self._done(committed)
+        self._beat()
+        return self
+
+    @property
+    def available(self) -> bool:
+        """Whether records reach the disk; under policy `block` no means 503."""
+        return self._available and not self._losing and not self._closing
+
+    @property
+    def origin(self) -> str:
+        """The origin of the chain."""
+        return self._config.origin
+
+    def append(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
+        """Chain one record; returns its seq, or `LOST` when it had to be dropped.
+
+        Never blocks. `members` must hold what `record.KINDS` demands and belongs to the writer from
+        here on; `ids` are the record's token ids. Raises `AuditError` for a missing member, an
+        unknown kind, a record that no line holds, or in a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise AuditError("this chain belongs to the parent process; start one of your own")
+        required = REQUIRED.get(kind)
+        if required is None or not required <= members.keys():
+            raise AuditError(f"a record of kind {kind!r} lacks what it must hold")
+        if self._closing or not self._room():
+            self._lose(members)
+            return LOST
+        if self._losses.count:
+            self._add_lost()
+        ticket = self._add(kind, members, ids)
+        self._schedule()
+        return ticket
+
+    async def durable(self, seq: int) -> None:
+        """Return when the record is on disk.
+
+        Raises `AuditUnavailableError` when it was lost or the disk fails meanwhile (the record is
+        still tried again).
+        """
+        if 0 <= seq <= self._durable_ticket:
+            return
+        if seq == LOST or not self._available or self._drained is not None:
+            raise AuditUnavailableError("the audit chain cannot be written now")
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.append((seq, future))
+        await future
+
+    async def close(self) -> None:
+        """Write `closed`, sync, unlock. Raises `AuditUnavailableError` if it did not get there."""
+        if self._closing:
+            return
+        if self._losses.count:
+            self._add_lost()
+        self._closing = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        in_flight, started = self._gauges()
+        self._add("closed", {"in_flight": in_flight, "started_total": started})
+        self._drained = self._loop.create_future()
+        self._flush()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._drained
+        except TimeoutError:
+            raise AuditUnavailableError(
+                f"{len(self._items)} audit records could not be written before the end"
+            ) from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            # The thread lets go of the files: it may be inside a write that hangs.
+            self._jobs.put(None)
+            await self._loop.run_in_executor(None, self._thread.join, CLOSE_S)
+
+    # Order: the loop's side.
+
+    def _room(self) -> bool:
+        count, size = len(self._items), self._item_bytes
+        if self._losing:
+            self._losing = count > PENDING_RECORDS // 2 or size > PENDING_BYTES // 2
+        else:
+            self._losing = count >= PENDING_RECORDS or size >= PENDING_BYTES
+        return not self._losing
+
+    def _lose(self, members: dict[str, Any]) -> None:
+        self.stats.lost += 1
+        self._losses.add(str(members.get("outcome", "none")), self._clock.wall_ns())
+        if not self._loss_reason:
+            self._loss_reason = "queue_full"
+
+    def _add_lost(self) -> None:
+        losses, reason = self._losses, self._loss_reason
+        self._losses, self._loss_reason = _Losses(), ""
+        self._add(
+            "lost",
+            {
+                "from": str(losses.from_ns),
+                "to": str(losses.to_ns),
+                "count": losses.count,
+                "reason": reason,
+                "outcomes": losses.outcomes,
+            },
+        )
+
+    def _add(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
+        item = _Item(0, kind, fit(members), ids, self._clock.wall_ns(), self._clock.mono_ns())
+        self._last_ns = item.mono_ns
+        self._place(item)
+        # The seq, but where chaining again moved earlier ones: tickets only grow.
+        self._ticket = item.ticket = max(item.seq, self._ticket + 1)
+        return item.ticket
+
+    def _place(self, item: _Item) -> None:
+        """Chain an item into the current segment, or into a new one if that is full."""
+        head = self._chain.head
+        self._link(item)
+        segment = self._segment
+        limit = self._config.segment_bytes - _END_ROOM
+        full = segment.size + len(item.line) > limit or segment.ids_size > limit
+        if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
+            self._chain.back_to(head)
+            self._roll()
+            self._link(item)
+        self._keep(item)
+
+    def _link(self, item: _Item) -> None:
+        members, entry = item.members, b""
+        if item.ids is not None:
+            members, entry = self._with_ids(item)
+        elif item.kind in ("segment_end", "closed"):
+            digest = self._segment.ids_digest.hexdigest()
+            members = {**members, "ids_sha256": digest}
+        item.seq = self._chain.seq
+        try:
+            item.line = self._chain.line(item.kind, members, item.wall_ns, item.mono_ns)
+        except ValueError as problem:
+            raise AuditError(str(problem)) from None
+        item.entry = entry
+
+    def _keep(self, item: _Item) -> None:
+        segment = item.segment = self._segment
+        segment.records += 1
+        segment.size += len(item.line)
+        if item.entry:
+            segment.ids_digest.update(item.entry)
+            segment.ids_size += len(item.entry)
+        self._items.append(item)
+        self._item_bytes += len(item.line) + len(item.entry)
+
+    def _with_ids(self, item: _Item) -> tuple[dict[str, Any], bytes]:
+        mode = self._config.token_ids
+        if mode == "off" or item.ids is None:
+            return item.members, b""
+        try:
+            packed = token_ids.pack(item.ids[: token_ids.IDS_LIMIT])
+        except ValueError:
+            return {**item.members, "ids_n": len(item.ids)}, b""
+        segment, seq = self._segment, self._chain.seq
+        if segment.ids is None:
+            self._open_ids(segment)
+        assert segment.ids is not None
+        members = {**item.members, "ids_n": len(item.ids)}
+        if mode == "sealed":
+            members["ids_commit"], entry = segment.ids.seal(seq, packed)
+            members["ids_at"] = segment.ids_size or len(segment.ids_head)
+            return members, entry if segment.ids_size else segment.ids_head + entry
+        members["ids_commit"] = token_ids.commitment(segment.ids.data_key(seq), packed)
+        if mode == "plain":
+            members["ids"] = list(item.ids[: token_ids.PLAIN_LIMIT])
+        return members, b""
+
+    def _open_ids(self, segment: _Segment) -> None:
+        config, first = self._config, segment.file.first_seq
+        if config.token_ids == "sealed":  # noqa: S105 - a mode
+            assert config.auditor_public is not None
+            key = os.urandom(token_ids.KEY_BYTES)
+            segment.ids_head = token_ids.make_head(
+                config.auditor_public, config.origin, first, key, os.urandom(32)
+            )
+        else:
+            key = token_ids.commit_key(config.seed, config.origin, first)
+        segment.ids = token_ids.SegmentIds(key)
+
+    def _roll(self) -> None:
+        self._place_new("segment_end", {})
+        self._open_segment({})
+
+    def _open_segment(self, more: dict[str, Any]) -> None:
+        self._prev_file = self._segment.file.name
+        self._segment = _Segment(self._chain.seq)
+        self._place_new("segment_start", {"prev_file": self._prev_file, **more})
+
+    def _place_new(self, kind: str, members: dict[str, Any]) -> None:
+        item = _Item(LOST, kind, members, None, self._clock.wall_ns(), self._clock.mono_ns())
+        self._place(item)
+
+    # Flushing, and what comes back.
+
+    def _schedule(self) -> None:
+        if self._sent or not self._available:
+            return  # what comes back from the disk starts the next flush
+        if len(self._items) >= self._config.flush_records:
+            self._flush()
+        elif self._timer is None and self._items:
+            self._timer = self._loop.call_later(self._config.flush_ms / 1000, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._items and not self._sent:
+            self._jobs.put(self._take())
+
+    def _take(self) -> list[Part]:
+        """Hand all items over: one part a segment."""
+        parts: list[Part] = []
+        run: list[_Item] = []
+        for item in self._items:
+            if run and run[-1].segment is not item.segment:
+                parts.append(_part(run))
+                run = []
+            run.append(item)
+        if run:
+            parts.append(_part(run))
+        self._sent = len(self._items)
+        return parts
+
+    def _sync_loop(self) -> None:
+        while (parts := self._jobs.get()) is not None:
+            committed = self._disk.commit(parts)
+            del parts
+            with contextlib.suppress(RuntimeError):  # the loop is gone
+                self._loop.call_soon_threadsafe(self._done, committed)
+        self._disk.close()
+
+    def _done(self, committed: Committed) -> None:
+        """Take the result of a commit: move the durable head, then go on, retry or seal."""
+        self._sent = 0
+        stats = self.stats
+        for _ in range(committed.records):
+            item = self._items.popleft()
+            self._item_bytes -= len(item.line) + len(item.entry)
+            self._durable_ticket = max(self._durable_ticket, item.ticket)
+            self._durable = Head(item.seq + 1, item.line[-65:-1].decode())
+        stats.records += committed.records
+        stats.bytes += committed.size
+        stats.syncs += committed.syncs
+        stats.sync_seconds_total += committed.seconds
+        stats.head_seq = self._durable.seq - 1
+        self._available = committed.error is None
+        if committed.error is not None:
+            stats.failures += 1
+            if not self._loss_reason:
+                self._loss_reason = errno.errorcode.get(committed.error.errno or 0, "io_error")
+            if committed.sealed is not None:
+                self._chain_again(committed.sealed)
+        stats.pending = len(self._items)
+        self._wake(failed=not self._available)
+        if not self._available:
+            self._timer = self._loop.call_later(RETRY_S, self._flush)
+            return
+        self._loss_reason = self._loss_reason if self._losses.count else ""
+        if self._losses.count and not self._closing and self._room():
+            self._add_lost()
+        if self._drained is None:
+            self._schedule()
+        elif self._items:
+            self._flush()
+        elif not self._drained.done():
+            self._drained.set_result(None)
+
+    def _chain_again(self, sealed: Sealed) -> None:
+        """Chain what is not durable into a new segment, behind the durable head."""
+        old = [item for item in self._items if item.kind not in _SEGMENT_KINDS]
+        self._items.clear()
+        self._item_bytes = 0
+        self._chain.back_to(self._durable)
+        if self._durable.seq == 0:
+            self._segment = _Segment(0)  # not even genesis: nothing to follow
+        elif sealed.size == 0:
+            # The segment had nothing durable: its successor takes its name and its predecessor.
+            before = self._prev_file
+            self._segment = _Segment(self._durable.seq)
+            self._place_new("segment_start", {"prev_file": before})
+        else:
+            more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
+            self._segment = _Segment(self._durable.seq)
+            self._prev_file = sealed.segment.name
+            self._place_new("segment_start", {"prev_file": self._prev_file, **more})
+        for item in old:
+            self._place(item)
+
+    def _wake(self, *, failed: bool) -> None:
+        if not self._waiters:
+            return
+        waiting = []
+        for ticket, future in self._waiters:
+            if future.done():
+                continue
+            if ticket <= self._durable_ticket:
+                future.set_result(None)
+            elif failed:
+                future.set_exception(AuditUnavailableError("the audit chain cannot be written now"))
+            else:
+                waiting.append((ticket, future))
+        self._waiters = waiting
+
+    def _beat(self) -> None:
+        """Append a heartbeat if nothing was for `heartbeat_s`, and come again when it is due."""
+        every = self._config.heartbeat_s
+        quiet = (self._clock.mono_ns() - self._last_ns) / 1e9
+        if quiet >= every and not self._closing:
+            if self._room():
+                in_flight, started = self._gauges()
+                load: dict[str, Any] = {"in_flight": in_flight, "started_total": started}
+                self.append("heartbeat", load)
+            quiet = 0.0
+        self._heartbeat = self._loop.call_later(max(0.01, every - quiet), self._beat)
+
+
+def _part(run: list[_Item]) -> Part:
+    segment = run[0].segment
+    assert segment is not None
+    return Part(
+        segment.file,
+        b"".join([item.line for item in run]),
+        b"".join([item.entry for item in run]),
+        len(run),
+    )
+
+
+def config_digest(settings: dict[str, Any]) -> str:
+    """Return `config_sha256` of plain settings (secrets masked), for the genesis."""
+    return hashlib.sha256(encode(fit(settings))).hexdigest()
