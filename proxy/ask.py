@@ -100,7 +100,7 @@ def ask(
     except httpx.TimeoutException:
         raise AskError(f"{url}: no answer in time ({READ_S:.0f} s)") from None
     except httpx.HTTPError as problem:
-        raise AskError(f"{url}: {problem or type(problem).__name__}") from None
+        raise AskError(f"{url}: {str(problem) or type(problem).__name__}") from None
 
 
 def _os_text(problem: Exception) -> str:

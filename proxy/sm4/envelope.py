@@ -76,7 +76,7 @@ class EnvelopeError(Exception):
     is sealed, with inner status 400. The text of the exception is the code and no more.
     """
 
-    def __init__(self, reason: str, sealer: ResponseSealer | None = None) -> None:
+    def __init__(self, reason: str, *, sealer: ResponseSealer | None = None) -> None:
         assert reason in REASONS, reason
         self.reason = reason
         self.code: Code = _CODES.get(reason, "envelope_rejected")

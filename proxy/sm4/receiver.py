@@ -339,16 +339,16 @@ class RequestOpener:
             prelude_raw, first = split_prelude(self._data[0])
             prelude = decode_request_prelude(prelude_raw)
         except EnvelopeError as problem:
-            raise EnvelopeError(problem.reason, sealer) from None
+            raise EnvelopeError(problem.reason, sealer=sealer) from None
         body = b"".join((first, *self._data[1:]))
         try:
             model = model_of(body, prelude.content_type)
         except BodyError:
-            raise EnvelopeError("model_mismatch", sealer) from None
+            raise EnvelopeError("model_mismatch", sealer=sealer) from None
         if model != self._model:
-            raise EnvelopeError("model_mismatch", sealer)
+            raise EnvelopeError("model_mismatch", sealer=sealer)
         if self._tenant is not None and self._tenant != derived.key.tenant:
-            raise EnvelopeError("tenant_mismatch", sealer)
+            raise EnvelopeError("tenant_mismatch", sealer=sealer)
         return OpenedRequest(
             method=prelude.method,
             target=prelude.target,
