@@ -1,0 +1,63 @@
+"""`python -m proxy`: run one sidecar."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import resource
+import sys
+
+from proxy.config import Settings, SettingsError, read
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
+
+HELP = """\
+Run the sidecar: plaintext on 14080, SM4 envelopes on 14081, probes and metrics on 14090.
+Settings come from --config (a tongguan.toml, or a directory that holds one) and from TONGGUAN_…
+variables, which win. Exit codes: 0 drained, 1 failed, 2 bad settings, 3 a port, key file or
+directory cannot be used."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse arguments, load settings, run; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m proxy", description=HELP)
+    parser.add_argument("--config", metavar="PATH", help="settings file, or a directory of it")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = read(arguments.config, os.environ)
+    except SettingsError as problem:
+        for line in problem.problems:
+            print(f"tongguan sidecar: {line}", file=sys.stderr)  # noqa: T201 - before logging
+        return EXIT_USAGE
+    return serve(settings)
+
+
+def serve(settings: Settings) -> int:
+    """Run a sidecar until a signal; return the exit code."""
+    import uvloop  # noqa: PLC0415 - `--help` has no use for it
+
+    from proxy.lifecycle import Sidecar, StartError  # noqa: PLC0415
+
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    # Keys live in this process: no core dump may hold them.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(Sidecar(settings, loop).run())
+    except StartError as problem:
+        logging.getLogger("proxy").critical("cannot start: %s", problem)
+        return EXIT_IO
+    finally:
+        loop.close()
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The admin door: livez, readyz, metrics, config, drain, log level.
+
+Runs in a thread with a loop of its own, so that a probe is answered while the data loop is busy or
+stuck, which is when it matters. It only reads what the data loop writes; what it changes it hands
+over with `call_soon_threadsafe`. Guarded paths answer loopback, or a bearer token compared in
+constant time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import threading
+from typing import TYPE_CHECKING, cast
+
+import orjson
+
+from proxy.config import describe, split_address
+from proxy.errors import RequestError
+from proxy.http.http1 import HeadError, HeadLimits, RequestHead, parse_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+    from proxy.health import Health
+
+HEAD_LIMITS = HeadLimits(head_bytes=16 << 10, field_bytes=8 << 10, fields=64)
+CONNECTIONS_MAX = 64
+IDLE_S = 30.0
+BODY_BYTES_MAX = 1024
+JSON = b"application/json"
+LEVELS = ("debug", "info", "warning", "error")
+
+log = logging.getLogger(__name__)
+
+
+class Admin(asyncio.Protocol):
+    """One connection: one request, one answer, close."""
+
+    def __init__(self, door: AdminDoor) -> None:
+        self._door = door
+        self._buffer = b""
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
+        self._transport = transport
+        if self._door.connections >= CONNECTIONS_MAX:
+            self._door.refused += 1
+            transport.abort()
+        self._door.connections += 1
+        self._timer = asyncio.get_running_loop().call_later(IDLE_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        del exc
+        self._door.connections -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        self._buffer += data
+        try:
+            head = parse_request(self._buffer, HEAD_LIMITS)
+            if head is None:
+                return
+            length = head.content_length or 0
+            if length > BODY_BYTES_MAX or head.chunked:
+                raise RequestError("payload_too_large", "too large")  # noqa: TRY301 - one exit
+            if len(self._buffer) - head.size < length:
+                return
+            body = self._buffer[head.size : head.size + length]
+            status, kind, answer = self._door.answer(head, body, self._peer(), self._buffer)
+        except (HeadError, RequestError) as problem:
+            code = problem.code if isinstance(problem, HeadError) else problem.kind.code
+            refusal = RequestError(code, str(problem))
+            status, kind, answer = refusal.kind.status, JSON, refusal.body()
+        transport = self._transport
+        assert transport is not None
+        transport.write(
+            b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+            b"Cache-Control: no-store\r\nConnection: close\r\n\r\n"
+            % (status, b"OK" if status < 300 else b"Error", kind, len(answer))
+            + answer
+        )
+        transport.close()
+
+    def _peer(self) -> str:
+        assert self._transport is not None
+        peer = self._transport.get_extra_info("peername")
+        return peer[0] if isinstance(peer, tuple) else ""
+
+
+class AdminDoor:
+    """The door and its thread. `start` returns when it listens."""
+
+    def __init__(
+        self, health: Health, token: bytes, on_drain: Callable[[], None], loop_name: str = "admin"
+    ) -> None:
+        self._health = health
+        self._token = token
+        self._on_drain = on_drain
+        self._registry: CollectorRegistry | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=loop_name, daemon=True)
+        self._server: asyncio.Server | None = None
+        self.connections = 0
+        self.refused = 0
+
+    def start(self, address: str) -> None:
+        """Listen; raises OSError."""
+        host, port = split_address(address)
+        self._thread.start()
+        opening = self._loop.create_server(lambda: Admin(self), host, port, reuse_address=True)
+        self._server = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def stop(self) -> None:
+        """Close the door and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(2.0)
+
+    def answer(
+        self, head: RequestHead, body: bytes, peer: str, raw: bytes
+    ) -> tuple[int, bytes, bytes]:
+        """Return (status, content type, body)."""
+        path = head.target.partition(b"?")[0]
+        get = head.method in (b"GET", b"HEAD")
+        if path == b"/livez" and get:
+            problems = self._health.dead()
+            return (503 if problems else 200), JSON, orjson.dumps({"live": not problems})
+        if path == b"/readyz" and get:
+            reasons = self._health.unready()
+            report = {"ready": not reasons, "reasons": reasons, "notes": self._health.notes()}
+            return (503 if reasons else 200), JSON, orjson.dumps(report)
+        if path == b"/metrics" and get:
+            return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
+        if path not in (b"/config", b"/drain", b"/loglevel"):
+            return 404, JSON, RequestError("invalid_request", "no such path").body()
+        if not self._allowed(peer, raw[: head.size]):
+            refusal = RequestError("unauthorized", "only from loopback or with the bearer token")
+            return refusal.kind.status, JSON, refusal.body()
+        if path == b"/config" and get:
+            return 200, JSON, orjson.dumps(describe(self._health.settings))
+        if path == b"/drain" and head.method == b"POST":
+            self._on_drain()
+            return 200, JSON, b'{"draining":true}'
+        if path == b"/loglevel" and head.method == b"POST":
+            level = body.strip().decode("latin-1").lower()
+            if level not in LEVELS:
+                raise RequestError("invalid_request", "expected one of " + ", ".join(LEVELS))
+            logging.getLogger().setLevel(level.upper())
+            return 200, JSON, orjson.dumps({"level": level})
+        raise RequestError("method_not_allowed", "not with this method")
+
+    def _allowed(self, peer: str, head: bytes) -> bool:
+        try:
+            if ipaddress.ip_address(peer).is_loopback:
+                return True
+        except ValueError:
+            return False
+        if not self._token:
+            return False
+        for row in head.split(b"\r\n"):
+            name, _, value = row.partition(b":")
+            if name.lower() == b"authorization":
+                return hmac.compare_digest(value.strip(), b"Bearer " + self._token)
+        return False
+
+    def _metrics(self) -> bytes:
+        from prometheus_client import (  # noqa: PLC0415 - only a scrape pays for it
+            CollectorRegistry,
+            ProcessCollector,
+            generate_latest,
+        )
+
+        if self._registry is None:
+            self._registry = CollectorRegistry()
+            self._registry.register(self._health.collector())
+            ProcessCollector(registry=self._registry)
+        return generate_latest(self._registry)

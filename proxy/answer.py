@@ -1,0 +1,176 @@
+"""How an answer is written to the client: in clear or sealed, by length, in chunks, or to the end.
+
+Each class turns body bytes into the bytes of the HTTP message. Pure: nonces and times are
+arguments. A `head` is written once, before anything else; `end` once, after everything else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.http.chunked import LAST_CHUNK, frame
+
+if TYPE_CHECKING:
+    from proxy.sm4.sealer import StreamSealer
+
+ENVELOPE_TYPE = b"application/x-sm4-envelope"
+_SEALED_COMMON = b"Cache-Control: no-store, no-transform\r\nX-Accel-Buffering: no\r\n"
+
+
+class Answer(Protocol):
+    """One way to write an answer."""
+
+    ends_by_close: bool  # only the connection's end delimits it
+
+    def framing(self) -> bytes:
+        """Return the header fields that say where the body ends."""
+        ...
+
+    def start(self) -> bytes:
+        """Return what goes before the first body byte."""
+        ...
+
+    def data(self, body: bytes) -> bytes:
+        """Return `body` as it goes on the wire."""
+        ...
+
+    def end(self) -> bytes:
+        """Return the regular end."""
+        ...
+
+
+class Lengthed:
+    """A body whose length is known, passed through."""
+
+    __slots__ = ("_length",)
+    ends_by_close = False
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def framing(self) -> bytes:
+        """Content-Length."""
+        return b"Content-Length: %d\r\n" % self._length
+
+    def start(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def data(self, body: bytes) -> bytes:
+        """The bytes themselves."""
+        return body
+
+    def end(self) -> bytes:
+        """Nothing: the length said it."""
+        return b""
+
+
+class Bodiless:
+    """An answer to HEAD, 204 or 304; `length` is what a GET would have sent, if known."""
+
+    __slots__ = ("_length",)
+    ends_by_close = False
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+
+    def framing(self) -> bytes:
+        """Content-Length where the upstream gave one."""
+        return b"" if self._length is None else b"Content-Length: %d\r\n" % self._length
+
+    def start(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def data(self, body: bytes) -> bytes:
+        """Nothing: there is no body."""
+        del body
+        return b""
+
+    def end(self) -> bytes:
+        """Nothing."""
+        return b""
+
+
+class Chunked:
+    """A body of unknown length to an HTTP/1.1 client."""
+
+    __slots__ = ()
+    ends_by_close = False
+
+    def framing(self) -> bytes:
+        """Transfer-Encoding."""
+        return b"Transfer-Encoding: chunked\r\n"
+
+    def start(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def data(self, body: bytes) -> bytes:
+        """One chunk."""
+        return frame(body) if body else b""
+
+    def end(self) -> bytes:
+        """The last chunk."""
+        return LAST_CHUNK
+
+
+class UntilClose:
+    """A body of unknown length to an HTTP/1.0 client (RFC 9112 section 6.3, rule 8)."""
+
+    __slots__ = ()
+    ends_by_close = True
+
+    def framing(self) -> bytes:
+        """Nothing: the connection's end says it."""
+        return b""
+
+    def start(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def data(self, body: bytes) -> bytes:
+        """The bytes themselves."""
+        return body
+
+    def end(self) -> bytes:
+        """Nothing."""
+        return b""
+
+
+class SealedStream:
+    """Frames of an envelope, in an event stream or raw, inside another answer form."""
+
+    __slots__ = ("_outer", "_sealer", "ends_by_close")
+
+    def __init__(self, sealer: StreamSealer, outer: Chunked | UntilClose) -> None:
+        self._sealer = sealer
+        self._outer = outer
+        self.ends_by_close = outer.ends_by_close
+
+    def framing(self) -> bytes:
+        """Return the outer form's."""
+        return self._outer.framing()
+
+    def start(self) -> bytes:
+        """Return the envelope's header; the prelude goes with the first data."""
+        return self._outer.data(self._sealer.head())
+
+    def data(self, body: bytes) -> bytes:
+        """One or more frames."""
+        return self._outer.data(self._sealer.data(body))
+
+    def end(self) -> bytes:
+        """Return the last frame, then the outer end."""
+        return self._outer.data(self._sealer.last()) + self._outer.end()
+
+
+def sealed_fields(*, event_stream: bool) -> bytes:
+    """Return the outer header fields of a sealed answer: hints only, none from the upstream."""
+    kind = b"text/event-stream" if event_stream else ENVELOPE_TYPE
+    return b"Content-Type: " + kind + b"\r\n" + _SEALED_COMMON
+
+
+def unlengthed(minor: int) -> Chunked | UntilClose:
+    """Return the form for a body of unknown length to an HTTP/1.`minor` client."""
+    return Chunked() if minor else UntilClose()

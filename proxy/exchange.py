@@ -1,0 +1,165 @@
+"""One request's machine: what is known of it, and how it may end.
+
+Owns the outcome taxonomy. Whatever happens to a request arrives here as an `End`; the table says,
+by how far the answer had got, which outcome the audit record names and what may still be written
+to the client. It never touches a socket or a clock.
+
+Invariants: an exchange closes exactly once; after the first answer byte no second head is written;
+an answer that was cut never ends like a whole one (docs/sidecar.md, "Answers of our own").
+
+    how far      reading -> waiting -> begun -> done
+    may write    REPLY      REPLY      EVENT when between two SSE events, else CUT
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.errors import Outcome
+    from proxy.qos.classes import PoolName, QosClass
+
+
+class Progress(IntEnum):
+    """How far the answer has got."""
+
+    READING = 0  # the request is not whole yet
+    WAITING = 1  # sent, or being sent; no answer head written
+    BEGUN = 2  # an answer head was written
+    DONE = 3
+
+
+class End(Enum):
+    """What ended an exchange."""
+
+    ANSWERED = "answered"
+    CLIENT_GONE = "client_gone"
+    CLIENT_STALLED = "client_stalled"
+    REQUEST_TIMEOUT = "request_timeout"
+    NO_UPSTREAM = "no_upstream"
+    UPSTREAM_RESET = "upstream_reset"
+    UPSTREAM_PROTOCOL = "upstream_protocol"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    DRAIN_EXPIRED = "drain_expired"
+
+
+class Action(Enum):
+    """What may still be written to the client."""
+
+    NOTHING = "nothing"
+    REPLY = "reply"  # a whole answer of our own
+    EVENT = "event"  # one SSE error event, then the regular end
+    CUT = "cut"  # close without the regular end
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The verdict: audit outcome, error code for the answer (None: none of ours), action."""
+
+    outcome: Outcome
+    code: str | None
+    action: Action
+
+
+# End -> (outcome before a head was written, outcome after it, error code, is the client there)
+_ENDS: dict[End, tuple[Outcome, Outcome, str | None, bool]] = {
+    End.ANSWERED: ("ok", "ok", None, False),
+    End.CLIENT_GONE: ("client_gone", "client_gone", None, False),
+    End.CLIENT_STALLED: ("client_stalled", "client_stalled", None, False),
+    End.REQUEST_TIMEOUT: ("timeout", "timeout", "request_timeout", True),
+    End.NO_UPSTREAM: ("upstream_error", "upstream_error", "no_upstream", True),
+    End.UPSTREAM_RESET: ("upstream_error", "truncated", "upstream_reset", True),
+    End.UPSTREAM_PROTOCOL: ("upstream_error", "truncated", "upstream_protocol", True),
+    End.UPSTREAM_TIMEOUT: ("timeout", "timeout", "upstream_timeout", True),
+    End.DRAIN_EXPIRED: ("shed", "truncated", "draining", True),
+}
+
+PHASE_NAMES = {
+    Progress.READING: "before_first_byte",
+    Progress.WAITING: "before_first_byte",
+    Progress.BEGUN: "streaming",
+    Progress.DONE: "done",
+}
+
+
+def closing(end: End, progress: Progress, *, event_stream: bool, between_events: bool) -> Closing:
+    """Return how an exchange ends.
+
+    `event_stream`: the answer that has begun is one; `between_events`: the last byte handed to
+    the client closed an event, or none was begun.
+    """
+    before, after, code, present = _ENDS[end]
+    begun = progress >= Progress.BEGUN
+    outcome = after if begun else before
+    if not present:
+        action = Action.CUT if end is End.CLIENT_STALLED and begun else Action.NOTHING
+    elif not begun:
+        action = Action.REPLY
+    elif event_stream and between_events:
+        action = Action.EVENT
+    else:
+        action = Action.CUT
+    return Closing(outcome, code, action)
+
+
+class Exchange:
+    """Facts about one request, from its head to its record. Times: monotonic ns unless `wall`."""
+
+    __slots__ = (
+        "answered_bytes",
+        "asked",
+        "capped",
+        "closed",
+        "dispatch_ns",
+        "door",
+        "first_byte_ns",
+        "method",
+        "pool",
+        "progress",
+        "qos",
+        "request_body_bytes",
+        "request_end_ns",
+        "start_ns",
+        "status",
+        "target",
+        "tenant",
+        "trace_id",
+        "traceparent",
+    )
+
+    def __init__(self, door: str, method: bytes, target: bytes, start_ns: int) -> None:
+        self.door = door
+        self.method = method
+        self.target = target
+        self.start_ns = start_ns
+        self.progress = Progress.READING
+        self.closed = False
+        self.qos: QosClass = "P1"
+        self.pool: PoolName = "shared"
+        self.asked = ""
+        self.capped = False
+        self.tenant = ""
+        self.trace_id = ""
+        self.traceparent = b""
+        self.status = 0
+        self.request_body_bytes = 0
+        self.answered_bytes = 0
+        self.request_end_ns = 0
+        self.dispatch_ns = 0
+        self.first_byte_ns = 0
+
+    def times_us(self, now_ns: int) -> dict[str, int]:
+        """Return the record's `times_us`: queue, first_byte and total, from the head on."""
+        times = {"total": (now_ns - self.start_ns) // 1000}
+        if self.dispatch_ns:
+            times["queue"] = (self.dispatch_ns - self.start_ns) // 1000
+        if self.first_byte_ns:
+            times["first_byte"] = (self.first_byte_ns - self.start_ns) // 1000
+        return times
+
+    def finish(self) -> None:
+        """Close it; a second call is our bug."""
+        assert not self.closed, "an exchange closes exactly once"
+        self.closed = True

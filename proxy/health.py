@@ -1,0 +1,76 @@
+"""Is the sidecar live, is it ready, and what should an operator know.
+
+Pure over the context's state: each reason is a short machine-readable word with a number where one
+helps (docs/sidecar.md, "Doors").
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.metrics import Collector
+
+if TYPE_CHECKING:
+    from proxy.clock import SystemClock
+    from proxy.config import Settings
+    from proxy.context import Context
+
+LAG_DEAD_NS = 10_000_000_000  # a loop that has not turned for so long is stuck
+CLOCK_BEHIND_MS = 5_000
+
+
+class Health:
+    """See the module."""
+
+    def __init__(self, context: Context, clock: SystemClock) -> None:
+        self._context = context
+        self._clock = clock
+        self.settings: Settings = context.settings
+        self.started = False
+        self.fence_until_ms = 0
+        self.last_tick_ns = clock.mono_ns()
+
+    def collector(self) -> Collector:
+        """Return the metrics collector over the same context."""
+        return Collector(self._context)
+
+    def dead(self) -> list[str]:
+        """Return why the process should be restarted; empty: it is live."""
+        silent_ns = self._clock.mono_ns() - self.last_tick_ns
+        if self.started and silent_ns > LAG_DEAD_NS:
+            return [f"loop_stuck_s={silent_ns // 1_000_000_000}"]
+        return []
+
+    def unready(self) -> list[str]:
+        """Return why no traffic should come; empty: ready."""
+        context = self._context
+        reasons = []
+        if not self.started:
+            reasons.append("starting")
+        if context.draining:
+            reasons.append("draining")
+        left_ms = self.fence_until_ms - self._clock.wall_ms()
+        if context.receiver is not None and left_ms >= 0:
+            reasons.append(f"start_fence_ms={left_ms}")
+        if context.audit_blocked():
+            reasons.append("audit_unavailable")
+        if self._clock.behind_ms() > CLOCK_BEHIND_MS:
+            reasons.append(f"clock_behind_ms={self._clock.behind_ms()}")
+        receiver = context.receiver
+        if receiver is not None and not receiver.keyring.live_kids(self._clock.wall_ms()):
+            reasons.append("no_live_kid")
+        return reasons
+
+    def notes(self) -> list[str]:
+        """Return what does not stop traffic but should be known."""
+        context = self._context
+        notes = []
+        if context.audit is None:
+            notes.append("audit_off")
+        elif not context.audit.available:
+            notes.append("audit_degraded")
+        if context.settings.audit.prompt_hash_mode == "plain":
+            notes.append("prompt_hashes_plain: a dictionary can open them")
+        if context.receiver is None:
+            notes.append("sealed_door_closed")
+        return notes

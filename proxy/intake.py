@@ -1,0 +1,150 @@
+"""The sealed door's intake, and the head that goes upstream.
+
+An envelope is collected under a shared budget and opened in the order the format demands; nothing
+unverified leaves this file. What the outer request line and fields say is not forwarded, but for
+trace context and request id (docs/envelope.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.errors import RequestError
+from proxy.sm4.receiver import EnvelopeError
+
+if TYPE_CHECKING:
+    from proxy.context import Context
+    from proxy.exchange import Exchange
+    from proxy.http.http1 import RequestHead
+    from proxy.sm4.receiver import OpenedRequest, RequestOpener
+
+_MESSAGES = {
+    "envelope_rejected": "the envelope was not accepted",
+    "envelope_stale": "the envelope is outside the time window; see Date",
+    "envelope_cache_full": "no room to remember this envelope; try again",
+    "envelope_busy": "too many sealed bodies are waiting to be verified; try again",
+}
+_CARRIED = ((b"accept", b"Accept"), (b"x-request-id", b"X-Request-Id"))
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
+
+
+class SealedIntake:
+    """Collects one envelope. Every failure of it is counted by reason and answered by code."""
+
+    __slots__ = ("_context", "_held", "_opener", "_peer", "content_type", "lines")
+
+    def __init__(self, context: Context, peer: str, head: RequestHead) -> None:
+        self._context = context
+        self._peer = peer
+        self._held = 0
+        self.content_type = b""
+        self.lines = b"".join(
+            b"%b: %b\r\n" % (name, head.fields[key]) for key, name in _CARRIED if key in head.fields
+        )
+        fields = head.fields
+        receiver = context.receiver
+        assert receiver is not None, "the sealed door is open only with keys"
+        if head.method != b"POST":
+            raise self._failure(EnvelopeError("bad_carrier"))
+        try:
+            self._opener: RequestOpener = receiver.begin(
+                content_type=_text(fields.get(b"content-type")),
+                content_encoding=_text(fields.get(b"content-encoding")),
+                model_id=_text(fields.get(b"x-model-id")),
+                model_id_repeated=b"x-model-id" in head.repeated,
+                tenant_id=_text(fields.get(b"x-tenant-id")),
+            )
+        except EnvelopeError as problem:
+            raise self._failure(problem) from None
+
+    def feed(self, data: bytes) -> None:
+        """Take body bytes. Raises RequestError."""
+        context = self._context
+        if not context.budget.take(self._peer, len(data)):
+            context.counters.limit_hits["envelope.unverified_bytes"] += 1
+            raise self._failure(EnvelopeError("busy"))
+        self._held += len(data)
+        try:
+            self._opener.feed(data, context.clock.wall_ms())
+        except EnvelopeError as problem:
+            raise self._failure(problem) from None
+
+    def finish(self) -> OpenedRequest:
+        """Open what was collected. Raises RequestError, or SealedRefusalError from step 7 on."""
+        context = self._context
+        try:
+            opened = self._opener.finish(context.clock.wall_ms())
+        except EnvelopeError as problem:
+            raise self._failure(problem) from None
+        context.counters.envelopes_opened += 1
+        self.content_type = opened.content_type.encode()
+        if self.content_type:
+            self.lines += b"Content-Type: " + self.content_type + b"\r\n"
+        return opened
+
+    def facts(self, opened: OpenedRequest) -> dict[str, object]:
+        """Return what the audit record says of the envelope."""
+        return {
+            "envelope_kid": opened.kid.hex(),
+            "envelope_suite": opened.suite,
+            "envelope_signature": opened.signature,
+            "envelope_mac": opened.mac,
+        }
+
+    def release(self) -> None:
+        """Give the budget's share back."""
+        self._context.budget.give_back(self._peer, self._held)
+        self._held = 0
+
+    def _failure(self, problem: EnvelopeError) -> RequestError:
+        self._context.envelope_failed(self._peer, problem.reason)
+        refusal = RequestError(problem.code, _MESSAGES[problem.code])
+        if problem.sealer is not None:
+            return SealedRefusalError(refusal, problem)
+        return refusal
+
+
+class SealedRefusalError(RequestError):
+    """A refusal from step 7 on: its answer is sealed."""
+
+    def __init__(self, refusal: RequestError, problem: EnvelopeError) -> None:
+        super().__init__(refusal.kind.code, refusal.message)
+        self.sealer = problem.sealer
+
+
+def request_head(
+    context: Context, exchange: Exchange, fields: dict[bytes, bytes], lines: bytes
+) -> bytes:
+    """Return the head to send upstream, without its framing and its empty line."""
+    pool = context.pool_settings[exchange.pool]
+    host = pool.host.encode() or fields.get(b"host", b"localhost")
+    if exchange.door == "sealed":
+        host = pool.host.encode() or context.pool_hosts[exchange.pool]
+    exchange.traceparent = context.traceparent(fields.get(b"traceparent"))
+    parts = [
+        exchange.method,
+        b" ",
+        exchange.target,
+        b" HTTP/1.1\r\nHost: ",
+        host,
+        b"\r\n",
+        lines,
+        b"X-QoS-Class: ",
+        exchange.qos.encode(),
+        b"\r\ntraceparent: ",
+        exchange.traceparent,
+        b"\r\n",
+    ]
+    if exchange.door == "sealed":
+        parts += [b"X-Tenant-Id: ", exchange.tenant.encode(), b"\r\n"]
+        if b"tracestate" in fields:
+            parts += [b"tracestate: ", fields[b"tracestate"], b"\r\n"]
+    else:
+        parts += [b"X-Tenant-Id: ", exchange.tenant.encode(), b"\r\n"]
+    authorization = context.pool_authorization[exchange.pool]
+    if authorization:
+        parts += [b"Authorization: ", authorization, b"\r\n"]
+    return b"".join(parts)

@@ -1,0 +1,353 @@
+"""Start and drain, in order.
+
+Start: settings, admin door, app door, keys, audit chain, sealed door, fence. Drain (`POST /drain`):
+readyz false, the sealed door refuses. SIGTERM: the same, then wait until the last request ends or
+the grace is over, error endings for what is left, final record, exit 0. A second signal ends now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.admin import AdminDoor
+from proxy.clock import SystemClock
+from proxy.config import Settings, describe, split_address
+from proxy.context import POOL_NAMES, Context
+from proxy.health import Health
+from proxy.server import DoorName, Downstream
+
+if TYPE_CHECKING:
+    from proxy.keys.provider import KeyProvider
+
+TICK_S = 0.1
+FLUSH_EVERY_TICKS = 10
+CLOSE_S = 1.0  # for connections to flush their last bytes
+
+log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The sidecar cannot start; the text says why and what to do."""
+
+
+class Sidecar:
+    """One sidecar process."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._clock = SystemClock()
+        identity = settings.identity
+        self._node = identity.node or socket.gethostname()
+        self._context = Context(settings, self._clock, loop, self._node)
+        self._health = Health(self._context, self._clock)
+        self._servers: list[asyncio.Server] = []
+        self._admin: AdminDoor | None = None
+        self._stopping = asyncio.Event()
+        self._signals = 0
+        self._ticks = 0
+        self._tick_due_s = 0.0
+
+    async def run(self) -> None:
+        """Start, serve until a signal, drain. Raises StartError."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        try:
+            await self._start()
+            await self._stopping.wait()
+            await self._drain()
+        finally:
+            await self._stop()
+
+    # -- start
+
+    async def _start(self) -> None:
+        settings, context = self._settings, self._context
+        doors = settings.doors
+        if doors.admin:
+            token = _secret(doors.admin_token_file, "doors.admin_token_file")
+            self._admin = AdminDoor(self._health, token, self._start_drain)
+            try:
+                self._admin.start(doors.admin)
+            except OSError as problem:
+                raise StartError(_port_problem("doors.admin", doors.admin, problem)) from None
+        for name in POOL_NAMES:
+            file = context.pool_settings[name].authorization_file
+            context.pool_authorization[name] = _secret(file, f"pools.{name}.authorization_file")
+        keys = self._load_keys()
+        context.keys = keys
+        self._start_audit(keys)
+        if doors.app:
+            await self._open("app", doors.app)
+        if doors.sealed and keys is not None:
+            self._start_receiver(keys)
+            await self._open("sealed", doors.sealed)
+        elif doors.sealed:
+            log.warning("sealed door closed: keys.file is not set")
+        self._tick_due_s = self._loop.time()
+        self._tick()
+        self._health.started = True
+        # What was made at start lives as long as the process: no collection has to look at it.
+        gc.collect()
+        gc.freeze()
+        from proxy.sm4.cipher import TIER  # noqa: PLC0415 - after the doors are open
+
+        log.info(
+            "serving: app=%s sealed=%s admin=%s sm4=%s audit=%s",
+            doors.app or "off",
+            doors.sealed if keys is not None else "off",
+            doors.admin or "off",
+            TIER,
+            "on" if context.audit is not None else "off",
+        )
+
+    async def _open(self, door: DoorName, address: str) -> None:
+        host, port = split_address(address)
+        context = self._context
+        try:
+            server = await self._loop.create_server(
+                lambda: Downstream(context, door),
+                host,
+                port,
+                backlog=self._settings.doors.backlog,
+                reuse_address=True,
+            )
+        except OSError as problem:
+            raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
+        self._servers.append(server)
+
+    def _load_keys(self) -> KeyProvider | None:
+        file = self._settings.keys.file
+        if not file:
+            return None
+        from proxy.keys.file import FileProvider, KeyFileError  # noqa: PLC0415 - only with keys
+
+        try:
+            return FileProvider(Path(file))
+        except (KeyFileError, OSError) as problem:
+            raise StartError(f"keys.file: {problem}") from None
+
+    def _start_receiver(self, keys: KeyProvider) -> None:
+        from proxy.sm4.keyring import Keyring, KeyringError  # noqa: PLC0415
+        from proxy.sm4.receiver import Receiver  # noqa: PLC0415
+        from proxy.sm4.replay import ReplayCache  # noqa: PLC0415
+
+        settings = self._settings.envelope
+        window_ms = settings.window_s * 1000
+        try:
+            ring = Keyring(keys.envelope_keys(), window_ms=window_ms)
+        except KeyringError as problem:
+            raise StartError(f"keys.file: {problem}") from None
+        audiences = {key.audience for key in keys.envelope_keys()}
+        if len(audiences) != 1:
+            raise StartError(
+                f"keys.file: one receiver has one audience, these keys name {len(audiences)}"
+            )
+        fresh = self._first_start(audiences.pop())
+        fence_ms = 0 if fresh else settings.fence_s * 1000
+        start_ms = self._clock.wall_ms()
+        self._health.fence_until_ms = start_ms + fence_ms if fence_ms else -1
+        self._context.receiver = Receiver(
+            ring,
+            ReplayCache(
+                window_ms=window_ms,
+                limit_per_kid=settings.replay_entries_per_kid,
+                limit=settings.replay_entries,
+            ),
+            window_ms=window_ms,
+            ahead_ms=settings.ahead_s * 1000,
+            start_ms=start_ms,
+            fence_ms=fence_ms,
+            max_body_bytes=self._settings.limits.body_bytes,
+        )
+
+    def _first_start(self, audience: str) -> bool:
+        """Say whether this audience provably never served: its pod's own, unmarked volume."""
+        uid, directory = self._settings.identity.pod_uid, self._settings.envelope.state_dir
+        if not uid or uid not in audience or not directory:
+            return False
+        marker = Path(directory) / f"served-{hashlib.sha256(audience.encode()).hexdigest()[:16]}"
+        try:
+            handle = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        except OSError as problem:
+            raise StartError(f"envelope.state_dir: {problem}") from None
+        os.fsync(handle)
+        os.close(handle)
+        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(parent)
+        os.close(parent)
+        return True
+
+    def _start_audit(self, keys: KeyProvider | None) -> None:
+        settings, context = self._settings.audit, self._context
+        if not settings.enabled or not settings.dir:
+            log.warning("audit is off: audit.dir is not set")
+            return
+        seed = None if keys is None else keys.chain_seed()
+        if seed is None:
+            raise StartError("audit.dir is set, but no chain seed: set keys.file")
+        auditor = None if keys is None else keys.auditor_public()
+        mode = settings.token_ids or "sealed"
+        if mode == "sealed" and auditor is None:
+            raise StartError(
+                "token ids are sealed to the auditor, but the key file has no auditor key: "
+                "make one, or set audit.token_ids to commit, plain or off"
+            )
+        from proxy.audit.writer import AuditError, AuditWriter, ChainConfig  # noqa: PLC0415
+
+        config = ChainConfig(
+            dir=Path(settings.dir),
+            origin=self._origin(),
+            seed_id=seed[0],
+            seed=seed[1],
+            alg=settings.alg,
+            token_ids=mode,
+            auditor_public=auditor,
+            on_failure=settings.on_failure,
+            flush_ms=settings.flush_ms,
+            flush_records=settings.flush_records,
+            segment_bytes=settings.segment_bytes,
+            heartbeat_s=settings.heartbeat_s,
+            genesis=self._genesis(),
+        )
+        try:
+            context.audit = AuditWriter.start(config, self._clock, self._loop, self._gauges)
+        except (AuditError, OSError) as problem:
+            raise StartError(f"audit.dir: {problem}") from None
+        context.observing.enabled = True
+
+    def _gauges(self) -> tuple[int, int]:
+        return self._context.in_flight(), sum(self._context.counters.started.values())
+
+    def _origin(self) -> str:
+        identity = self._settings.identity
+        start_ns = self._clock.wall_ns()
+        if identity.pod_uid:
+            place = f"{identity.namespace}/{identity.pod}/{identity.pod_uid}"
+            return f"{identity.cluster}/{place}/{start_ns}"
+        return f"{identity.pod or self._node}/{os.getpid()}/{start_ns}"
+
+    def _genesis(self) -> dict[str, object]:
+        settings = self._settings
+        plain = orjson.dumps(describe(settings), option=orjson.OPT_SORT_KEYS)
+        return {
+            "config_sha256": hashlib.sha256(plain).hexdigest(),
+            "image": settings.identity.image,
+            "checkpoint_records": 1000,
+            "checkpoint_s": 10,
+            "heartbeat_s": settings.audit.heartbeat_s,
+            "required_signers": [],
+            "clock_source": "wall at start + boottime",
+            "clock_bound_ms": 5000,
+            "machine_source": "node_name",
+            "prompt_hash_mode": settings.audit.prompt_hash_mode,
+        }
+
+    # -- time
+
+    def _tick(self) -> None:
+        context = self._context
+        now_ns = self._clock.mono_ns()
+        now_s = self._loop.time()
+        context.counters.loop_lag_ns = max(0, int((now_s - self._tick_due_s) * 1e9))
+        self._health.last_tick_ns = now_ns
+        for connections in context.connections.values():
+            late = [c for c in connections if c.deadline_ns <= now_ns]
+            for connection in late:
+                connection.on_deadline()
+        for upstreams in context.upstreams.values():
+            upstreams.tick(now_ns)
+        self._ticks += 1
+        if self._ticks % FLUSH_EVERY_TICKS == 0:
+            context.flush_rejected()
+            for connections in context.connections.values():
+                for connection in list(connections):
+                    connection.check_total(now_ns)
+        self._tick_due_s = now_s + TICK_S
+        self._loop.call_later(TICK_S, self._tick)
+
+    # -- end
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("second signal: ending now")
+            os._exit(0)
+        log.info("draining: at most %g s", self._settings.timeouts.drain_s)
+        self._stopping.set()
+
+    def _start_drain(self) -> None:
+        self._loop.call_soon_threadsafe(setattr, self._context, "draining", True)
+
+    async def _drain(self) -> None:
+        context = self._context
+        context.draining = True
+        deadline_s = self._loop.time() + self._settings.timeouts.drain_s
+        while self._busy() and self._loop.time() < deadline_s:  # noqa: ASYNC110 - many ends, one wait
+            await asyncio.sleep(TICK_S / 2)
+        context.closing = True
+        for server in self._servers:
+            server.close()
+        left = self._busy()
+        for connections in context.connections.values():
+            for connection in list(connections):
+                connection.expire()
+        if left:
+            log.warning("drain grace over: %d requests were cut", left)
+
+    def _busy(self) -> int:
+        return sum(
+            connection.busy
+            for connections in self._context.connections.values()
+            for connection in connections
+        )
+
+    async def _stop(self) -> None:
+        context = self._context
+        self._health.started = False
+        for server in self._servers:
+            server.close()
+        deadline_s = self._loop.time() + CLOSE_S
+        while any(context.connections.values()) and self._loop.time() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for upstreams in context.upstreams.values():
+            await upstreams.close()
+        if context.audit is not None:
+            from proxy.audit.writer import AuditUnavailableError  # noqa: PLC0415 - loaded by now
+
+            context.flush_rejected()
+            try:
+                await context.audit.close()
+            except AuditUnavailableError as problem:
+                log.critical("audit: %s", problem)
+        if self._admin is not None:
+            self._admin.stop()
+
+
+def _secret(file: str, name: str) -> bytes:
+    """Return a small file's content without line end; empty for no file."""
+    if not file:
+        return b""
+    try:
+        content = Path(file).read_bytes().strip()
+    except OSError as problem:
+        raise StartError(f"{name}: {problem}") from None
+    if not content or b"\n" in content or len(content) > 4096:
+        raise StartError(f"{name}: expected one line of at most 4096 bytes")
+    return content
+
+
+def _port_problem(name: str, address: str, problem: OSError) -> str:
+    return f"{name}: cannot listen on {address}: {problem.strerror}; is another one running?"

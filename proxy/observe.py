@@ -1,0 +1,309 @@
+"""What is seen of a request and its answer, for the record: hashes, usage, token ids.
+
+Looks at bytes that pass and never changes them, with one exception: where the engine can report
+token ids it is asked for them, and what that adds to the answer is cut out again
+(docs/sidecar.md, "What the engine is asked"). What cannot be seen exactly is left unknown.
+
+Bounds: bodies held for hashing count against one limit for all requests; beyond it a request goes
+on unobserved, and that is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.audit.hashes import OutputHasher, params_hash, prompt_hash
+from proxy.audit.record import usage_members
+from proxy.http.body import AnswerFacts, RequestView, ask_token_ids, cut_answer, view
+from proxy.http.sse import StreamObserver
+
+if TYPE_CHECKING:
+    from proxy.http.http1 import ResponseHead
+
+WHOLE_ANSWER_BYTES = 8 << 20  # an answer is held back for cutting up to this length
+NO_FIELDS: frozenset[str] = frozenset()
+_ACCEL = b"X-Accel-Buffering: no\r\n"
+_CACHE = b"Cache-Control: no-cache, no-transform\r\n"
+
+
+class Observing:
+    """What observations share: whether there is a record to fill, and the bound on held bytes."""
+
+    __slots__ = (
+        "enabled",
+        "event_bytes",
+        "held_bytes",
+        "held_bytes_max",
+        "plain_hashes",
+        "unobserved",
+    )
+
+    def __init__(
+        self, *, enabled: bool, plain_hashes: bool, held_bytes_max: int, event_bytes: int
+    ) -> None:
+        self.enabled = enabled
+        self.plain_hashes = plain_hashes
+        self.held_bytes_max = held_bytes_max
+        self.event_bytes = event_bytes
+        self.held_bytes = 0
+        self.unobserved = 0
+
+    def hold(self, size: int) -> bool:
+        """Take `size` bytes of the bound; False (and counted) when they are not there."""
+        if self.held_bytes + size > self.held_bytes_max:
+            self.unobserved += 1
+            return False
+        self.held_bytes += size
+        return True
+
+
+class Observation:
+    """One request's."""
+
+    __slots__ = (
+        "_added",
+        "_answer_pieces",
+        "_facts",
+        "_hasher",
+        "_held",
+        "_key",
+        "_keyed",
+        "_params_hash",
+        "_prompt_hash",
+        "_request_kind",
+        "_request_pieces",
+        "_shared",
+        "_stream",
+        "between_events",
+        "content_type",
+        "envelope",
+        "event_stream",
+        "head",
+        "model",
+        "token_ids",
+    )
+
+    def __init__(self, shared: Observing) -> None:
+        self._shared = shared
+        self._keyed = False
+        self._key: bytes | None = None
+        self._added: frozenset[str] = NO_FIELDS
+        self._held = 0
+        self._request_kind = b""
+        self._request_pieces: list[bytes] | None = None
+        self._answer_pieces: list[bytes] | None = None
+        self._prompt_hash: str | None = None
+        self._params_hash: str | None = None
+        self._hasher: OutputHasher | None = None
+        self._stream: StreamObserver | None = None
+        self._facts: AnswerFacts | None = None
+        self.model: str | None = None
+        self.token_ids: list[int] | None = None
+        self.envelope: dict[str, Any] | None = None
+        self.head: ResponseHead | None = None
+        self.content_type = ""
+        self.event_stream = False
+        self.between_events = True
+
+    def use_key(self, key: bytes | None) -> None:
+        """Set the tenant's prompt key; without one there are hashes only in plain mode."""
+        shared = self._shared
+        self._keyed = shared.enabled and (key is not None or shared.plain_hashes)
+        self._key = None if shared.plain_hashes else key
+
+    # -- the request
+
+    def request(self, body: bytes, content_type: bytes, *, ask_ids: bool) -> bytes:
+        """Look at a whole request body and return it as it is to be sent."""
+        if not body or b"json" not in content_type.lower() or not self._shared.enabled:
+            return body
+        seen = view(body)
+        if seen is None:
+            return body
+        self._look(body, seen)
+        if ask_ids and seen.prompt is not None:
+            asked = ask_token_ids(body, seen, stream=seen.stream)
+            if asked is not None:
+                body, self._added = asked
+        return body
+
+    def _look(self, body: bytes, seen: RequestView) -> None:
+        self.model = seen.model
+        if not self._keyed or seen.prompt is None:
+            return
+        start, end = seen.prompt
+        heat = seen.temperature
+        model = seen.model.encode("utf-8", "replace")
+        temperature = b"" if heat is None else body[heat[0] : heat[1]]
+        self._prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
+        rest = b"".join([body[a:b] for a, b in seen.rest])
+        self._params_hash = params_hash(self._key, rest)
+
+    def request_begins(self, pieces: list[bytes], content_type: bytes) -> None:
+        """Follow a body that streams through; `pieces` have come already."""
+        self._request_kind = content_type
+        if self._keyed and b"json" in content_type.lower():
+            self._request_pieces = []
+            for piece in pieces:
+                self.request_piece(piece)
+
+    def request_piece(self, data: bytes) -> None:
+        """Follow one more piece."""
+        if self._request_pieces is None:
+            return
+        if self._hold(len(data)):
+            self._request_pieces.append(data)
+        else:
+            self._request_pieces = None
+
+    def request_whole(self) -> None:
+        """Look at a body that has streamed through."""
+        pieces, self._request_pieces = self._request_pieces, None
+        if pieces:
+            self.request(b"".join(pieces), self._request_kind, ask_ids=False)
+
+    # -- the answer
+
+    def answer_begins(self, head: ResponseHead) -> None:
+        """Take the answer's head and decide how its body is followed."""
+        self.head = head
+        kind = head.fields.get(b"content-type", b"")
+        self.content_type = kind.decode("latin-1")
+        lower = kind.lower()
+        readable = b"content-encoding" not in head.fields
+        if lower.startswith(b"text/event-stream"):
+            self.event_stream = True
+            if readable:
+                self._stream = StreamObserver(
+                    self._on_content, self._added, self._shared.event_bytes
+                )
+            if self._keyed and head.status < 300:
+                self._hasher = OutputHasher(self._key)
+        elif self._keyed and readable and b"json" in lower and self._prompt_hash is not None:
+            self._answer_pieces = []
+
+    def _on_content(self, index: int, text: str) -> None:
+        if self._hasher is not None:
+            self._hasher.feed(index, text)
+
+    @property
+    def changes_length(self) -> bool:
+        """Say whether bytes may be cut out of the answer."""
+        return bool(self._added)
+
+    @property
+    def needs_whole_answer(self) -> bool:
+        """Say whether the answer has to be whole before a part of it is cut out."""
+        head = self.head
+        return (
+            bool(self._added)
+            and not self.event_stream
+            and head is not None
+            and (head.content_length or 0) <= WHOLE_ANSWER_BYTES
+        )
+
+    @property
+    def stream_fields(self) -> bytes:
+        """Header fields that an event stream gets when the upstream gave none of that name."""
+        head = self.head
+        if not self.event_stream or head is None:
+            return b""
+        fields = head.fields
+        return (b"" if b"x-accel-buffering" in fields else _ACCEL) + (
+            b"" if b"cache-control" in fields else _CACHE
+        )
+
+    def answer_data(self, data: bytes) -> bytes:
+        """Follow answer bytes; return those to hand on now."""
+        stream = self._stream
+        if stream is not None:
+            handed = stream.feed(data)
+            self.between_events = stream.between_events
+            return handed
+        pieces = self._answer_pieces
+        if pieces is not None:
+            if self._hold(len(data)):
+                pieces.append(data)
+            else:
+                self._answer_pieces = None
+        elif self.event_stream:
+            self.between_events = False  # unreadable: nobody can say where an event ends
+        return data
+
+    def answer_whole(self) -> bytes:
+        """Note the regular end of an answer that was handed on as it came; return the rest."""
+        stream = self._stream
+        if stream is not None:
+            rest = stream.finish_feed()
+            if stream.token_ids and not stream.lost:
+                self.token_ids = stream.token_ids
+            return rest
+        pieces, self._answer_pieces = self._answer_pieces, None
+        if pieces is not None:
+            self._read_answer(b"".join(pieces))
+        return b""
+
+    def whole_answer(self, body: bytes) -> bytes:
+        """Look at an answer that was held back and return it without what we asked for."""
+        pieces, self._answer_pieces = self._answer_pieces, None
+        if pieces is None and not self._added:
+            return body
+        return self._read_answer(body)
+
+    def _read_answer(self, body: bytes) -> bytes:
+        cut, facts = cut_answer(body, self._added)
+        self._facts = facts
+        if facts.texts and self._keyed:
+            hasher = self._hasher = OutputHasher(self._key)
+            for index, text in sorted(facts.texts.items()):
+                hasher.feed(index, text)
+        self.token_ids = facts.token_ids or None
+        return cut
+
+    # -- the record
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the record's builder takes, by its argument names; unknown is absent."""
+        facts: dict[str, Any] = {}
+        if self.model:
+            facts["model"] = self.model
+        if self._prompt_hash is not None:
+            facts["prompt_hash"] = self._prompt_hash
+            facts["params_hash"] = self._params_hash
+        if self._hasher is not None:
+            facts["output_hash"], facts["output_len"] = self._hasher.finish()
+        source = self._stream if self._stream is not None else self._facts
+        if source is not None:
+            if source.model:
+                facts["served_model"] = source.model
+            if source.usage:
+                facts["usage"] = _usage(source.usage)
+        if self.envelope is not None:
+            facts.update(self.envelope)
+        return facts
+
+    def _hold(self, size: int) -> bool:
+        if not self._shared.hold(size):
+            return False
+        self._held += size
+        return True
+
+    def release(self) -> None:
+        """Give the held bytes back."""
+        self._shared.held_bytes -= self._held
+        self._held = 0
+        self._answer_pieces = self._request_pieces = None
+
+
+def _usage(reported: dict[str, Any]) -> dict[str, int]:
+    prompt_details = reported.get("prompt_tokens_details")
+    completion_details = reported.get("completion_tokens_details")
+    return usage_members(
+        reported.get("prompt_tokens"),
+        reported.get("completion_tokens"),
+        reported.get("total_tokens"),
+        prompt_details.get("cached_tokens") if isinstance(prompt_details, dict) else None,
+        completion_details.get("reasoning_tokens")
+        if isinstance(completion_details, dict)
+        else None,
+    )

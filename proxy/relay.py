@@ -1,0 +1,419 @@
+"""One request between two connections: the shell around `exchange` and `answer`.
+
+It takes the request from its client connection (in clear, or sealed and then opened), leases an
+upstream connection of the class's pool, hands the answer back as it comes and closes the exchange
+exactly once: place given back, counted, recorded. It decides nothing that a table can decide.
+
+A body up to `limits.collect_bytes` is read whole before a connection is leased, so a slow upload
+holds no upstream and a refused connection can be tried elsewhere; a larger one streams through.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.errors import ERRORS, RequestError
+from proxy.exchange import Action, End, Exchange, Progress, closing
+from proxy.http.chunked import LAST_CHUNK, frame
+from proxy.intake import SealedIntake, SealedRefusalError, request_head
+from proxy.observe import Observation
+from proxy.qos.classes import UnknownClassError, classify
+from proxy.replier import MESSAGES, Replier
+
+if TYPE_CHECKING:
+    from proxy.context import Context
+    from proxy.http.http1 import RequestHead, ResponseHead
+    from proxy.qos.pools import Endpoint, PoolState
+    from proxy.server import Downstream
+    from proxy.upstream import UpstreamConnection
+
+
+class Relay:
+    """One request, from its head to its record."""
+
+    __slots__ = (
+        "_body_bytes",
+        "_body_whole",
+        "_connection",
+        "_context",
+        "_downstream",
+        "_endpoint",
+        "_exchange",
+        "_intake",
+        "_observation",
+        "_payload",
+        "_pieces",
+        "_place",
+        "_replier",
+        "_request",
+        "_retried",
+        "_streaming",
+        "_tried",
+        "_upstream_chunked",
+        "request_method",
+    )
+
+    def __init__(
+        self, context: Context, downstream: Downstream, head: RequestHead, now_ns: int
+    ) -> None:
+        self._context = context
+        self._downstream = downstream
+        self._request = head
+        self.request_method = head.method
+        self._exchange = Exchange(downstream.door, head.method, head.target, now_ns)
+        self._intake: SealedIntake | None = None
+        self._observation = Observation(context.observing)
+        self._replier = Replier(context, downstream, self._exchange, self._observation, head)
+        self._pieces: list[bytes] = []
+        self._body_bytes = 0
+        self._body_whole = False
+        self._streaming = False
+        self._upstream_chunked = False
+        self._payload = b""
+        self._place: PoolState | None = None
+        self._endpoint: Endpoint | None = None
+        self._connection: UpstreamConnection | None = None
+        self._tried: frozenset[str] = frozenset()
+        self._retried = False
+
+    # -- the request
+
+    def open(self) -> None:
+        """Take the head: class and place, or the envelope's outer form. Raises RequestError."""
+        context, head = self._context, self._request
+        limit = context.settings.limits.body_bytes
+        sealed = self._downstream.door == "sealed"
+        if sealed:
+            if context.draining:
+                raise RequestError("draining", "this sidecar takes no new sealed requests")
+            self._intake = SealedIntake(context, self._downstream.peer, head)
+        if head.content_length is not None and head.content_length > limit:
+            raise _too_large(context, limit)
+        if not sealed:
+            self._exchange.tenant = context.settings.identity.tenant
+            qos = head.fields.get(b"x-qos-class")
+            self._admit(qos, repeated=b"x-qos-class" in head.repeated)
+
+    def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
+        context, exchange = self._context, self._exchange
+        settings = context.settings.qos
+        exchange.trace_id = context.trace_ids.next(context.clock.wall_ms())
+        try:
+            verdict = classify(
+                asked,
+                repeated=repeated,
+                default=settings.default_class,
+                reject_unknown=settings.on_unknown == "reject",
+                max_class=context.max_class(exchange.tenant),
+            )
+        except UnknownClassError as problem:
+            raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
+        exchange.qos, exchange.pool, exchange.capped = verdict.qos, verdict.pool, verdict.capped
+        if verdict.capped:
+            exchange.asked = "P0" if asked is None else asked.decode("latin-1").upper()
+        self._observation.use_key(context.prompt_key(exchange.tenant))
+        context.counters.started[verdict.qos] += 1
+        if context.audit_blocked():
+            raise RequestError("audit_unavailable", "no audit record can be written")
+        pool = context.pools[verdict.pool]
+        bound = settings.p0.inflight if verdict.qos == "P0" else pool.inflight_max
+        if pool.inflight >= bound or not pool.admit():
+            context.counters.queue_full[verdict.qos] += 1
+            raise RequestError("queue_full", f"pool {verdict.pool} has no place left")
+        self._place = pool
+
+    def body_data(self, data: bytes) -> None:
+        """Take request body bytes. Raises RequestError."""
+        self._body_bytes += len(data)
+        limit = self._context.settings.limits.body_bytes
+        if self._body_bytes > limit:
+            raise _too_large(self._context, limit)
+        if self._intake is not None:
+            self._intake.feed(data)
+            return
+        if self._streaming:
+            self._observation.request_piece(data)
+            self._send_piece(data)
+            return
+        self._pieces.append(data)
+        if self._body_bytes > self._context.settings.limits.collect_bytes:
+            self._stream_request()
+
+    def body_end(self) -> None:
+        """Note that the request is whole. Raises RequestError."""
+        exchange = self._exchange
+        self._body_whole = True
+        exchange.request_body_bytes = self._body_bytes
+        if self._streaming:
+            self._observation.request_whole()
+            self._send_piece(LAST_CHUNK if self._upstream_chunked else b"", framed=True)
+            return
+        if self._intake is not None:
+            body, fields = self._open_envelope(self._intake)
+            kind = self._intake.content_type
+        else:
+            pieces = self._pieces
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            fields = self._request.fields
+            kind = fields.get(b"content-type", b"")
+        self._pieces = []
+        pool = self._context.pool_settings[exchange.pool]
+        body = self._observation.request(body, kind, ask_ids=pool.token_ids)
+        head = request_head(self._context, exchange, fields, self._lines())
+        has_body = body or exchange.method not in {b"GET", b"HEAD", b"DELETE", b"OPTIONS"}
+        length = b"Content-Length: %d\r\n\r\n" % len(body) if has_body else b"\r\n"
+        self._payload = head + length + body
+        self._lease()
+
+    def _lines(self) -> bytes:
+        return self._request.lines if self._intake is None else self._intake.lines
+
+    def _open_envelope(self, intake: SealedIntake) -> tuple[bytes, dict[bytes, bytes]]:
+        """Open it; from here on every answer is sealed."""
+        exchange = self._exchange
+        opened = intake.finish()
+        self._replier.sealer = opened.sealer
+        exchange.tenant = opened.tenant
+        exchange.method = self.request_method = opened.method.encode()
+        exchange.target = opened.target.encode()
+        if opened.method in {"CONNECT", "TRACE"}:
+            raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
+        self._observation.envelope = intake.facts(opened)
+        self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
+        return opened.body, self._request.fields
+
+    def _stream_request(self) -> None:
+        """Send a large body through as it comes; it cannot be sent a second time."""
+        exchange, request = self._exchange, self._request
+        self._streaming = True
+        self._upstream_chunked = request.content_length is None
+        kind = request.fields.get(b"content-type", b"")
+        self._observation.request_begins(self._pieces, kind)
+        head = request_head(self._context, exchange, request.fields, request.lines)
+        if self._upstream_chunked:
+            self._payload = head + b"Transfer-Encoding: chunked\r\n\r\n"
+        else:
+            length = request.content_length or 0
+            self._payload = head + b"Content-Length: %d\r\n\r\n" % length
+        self._downstream.hold_body(hold=True)
+        self._lease()
+
+    def _send_piece(self, data: bytes, *, framed: bool = False) -> None:
+        if self._upstream_chunked and not framed:
+            data = frame(data)
+        if self._connection is None:
+            self._pieces.append(data)
+            return
+        if data:
+            self._connection.write(data)
+        if self._body_whole:
+            self._request_sent()
+
+    # -- the upstream
+
+    def _lease(self) -> None:
+        pool = self._place
+        assert pool is not None
+        endpoint = pool.pick(self._context.clock.mono_ns(), self._tried)
+        if endpoint is None:
+            self._close(End.NO_UPSTREAM)
+            return
+        self._endpoint = endpoint
+        endpoint.outstanding += 1
+        self._context.upstreams[pool.name].lease(endpoint, self)
+
+    def _return_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.outstanding -= 1
+            self._endpoint = None
+
+    def upstream_ready(self, connection: UpstreamConnection) -> None:
+        """See `Lessee`."""
+        exchange = self._exchange
+        if exchange.closed:
+            connection.give_back()
+            return
+        self._connection = connection
+        exchange.dispatch_ns = self._context.clock.mono_ns()
+        exchange.progress = max(exchange.progress, Progress.WAITING)
+        if not self._streaming:
+            connection.write(self._payload)
+            self._request_sent()
+            return
+        pieces, self._pieces = self._pieces, []
+        framed = [frame(p) for p in pieces] if self._upstream_chunked else pieces
+        connection.write(b"".join((self._payload, *framed)))
+        if self._body_whole:
+            self._request_sent()
+        elif not connection.unsent():
+            self._downstream.hold_body(hold=False)
+
+    def _request_sent(self) -> None:
+        now_ns = self._context.clock.mono_ns()
+        self._exchange.request_end_ns = now_ns
+        self._downstream.deadline_ns = now_ns + self._context.times.first_byte_ns
+
+    def upstream_refused(self, endpoint: Endpoint) -> None:
+        """See `Lessee`: another endpoint may take it; nothing was sent."""
+        context = self._context
+        pool = self._place
+        if pool is not None:
+            pool.refuse(endpoint, context.clock.mono_ns())
+        self._return_endpoint()
+        if not self._exchange.closed:
+            self._tried |= {endpoint.url}
+            self._lease()
+
+    def upstream_writable(self, *, writable: bool) -> None:
+        """See `Lessee`."""
+        self._downstream.hold_body(hold=not writable)
+
+    def upstream_lost(self, end: End, *, answered: bool) -> None:
+        """See `Lessee`. Sent again only if provably nothing was processed."""
+        connection, self._connection = self._connection, None
+        pool = self._context.pool_settings[self._exchange.pool]
+        if (
+            end is End.UPSTREAM_RESET
+            and not answered
+            and not self._retried
+            and not self._streaming
+            and connection is not None
+            and connection.reused
+            and pool.repeatable
+        ):
+            self._retried = True
+            self._context.counters.retries += 1
+            self._return_endpoint()
+            self._lease()
+            return
+        self._close(end)
+
+    def upstream_head(self, head: ResponseHead) -> None:
+        """See `Lessee`."""
+        self._exchange.status = head.status
+        self._observation.answer_begins(head)
+        self._replier.head(head)
+
+    def upstream_body(self, data: bytes) -> None:
+        """See `Lessee`."""
+        exchange, context = self._exchange, self._context
+        now_ns = context.clock.mono_ns()
+        if not exchange.first_byte_ns:
+            exchange.first_byte_ns = now_ns
+        downstream = self._downstream
+        if not downstream.write_paused:
+            downstream.deadline_ns = now_ns + context.times.stream_idle_ns
+        exchange.answered_bytes += len(data)
+        self._replier.data(self._observation.answer_data(data))
+
+    def upstream_end(self) -> None:
+        """See `Lessee`: the answer is whole."""
+        self._connection = None
+        self._replier.end()
+        self._close(End.ANSWERED)
+
+    # -- the client
+
+    def client_gone(self) -> None:
+        """The client left: the upstream is cancelled at once, also before its first byte."""
+        self._close(End.CLIENT_GONE)
+
+    def client_writable(self, *, writable: bool) -> None:
+        """Pause or go on with the upstream: the client reads slowly."""
+        now_ns, times = self._context.clock.mono_ns(), self._context.times
+        connection = self._connection
+        if writable:
+            self._downstream.deadline_ns = now_ns + times.stream_idle_ns
+            if connection is not None:
+                connection.resume()
+        else:
+            self._downstream.deadline_ns = now_ns + times.client_stall_ns
+            if connection is not None:
+                connection.pause()
+
+    def on_deadline(self) -> None:
+        """A wait took too long: the client's, or the upstream's."""
+        hits = self._context.counters.limit_hits
+        if self._downstream.write_paused:
+            hits["timeouts.client_stall_s"] += 1
+            self._close(End.CLIENT_STALLED)
+            return
+        first = not self._exchange.first_byte_ns
+        hits["timeouts.first_byte_s" if first else "timeouts.stream_idle_s"] += 1
+        self._close(End.UPSTREAM_TIMEOUT)
+
+    def check_total(self, now_ns: int) -> None:
+        """Close when the request took longer than `timeouts.request_total_s` in all."""
+        if now_ns - self._exchange.start_ns >= self._context.times.request_total_ns:
+            self._context.counters.limit_hits["timeouts.request_total_s"] += 1
+            self._close(End.UPSTREAM_TIMEOUT)
+
+    def expire(self) -> None:
+        """The drain grace is over."""
+        self._close(End.DRAIN_EXPIRED)
+
+    # -- the end
+
+    def refuse(self, problem: RequestError, *, keep: bool) -> None:
+        """End with an answer of our own, decided before the upstream answered."""
+        exchange = self._exchange
+        if exchange.closed:
+            return
+        if isinstance(problem, SealedRefusalError):
+            self._replier.sealer = problem.sealer
+        exchange.status = problem.kind.status
+        self._finish(problem.kind.outcome)
+        self._replier.refuse(problem, keep=keep)
+
+    def _close(self, end: End) -> None:
+        """End the exchange as the table says; a second end of the same request is ignored."""
+        exchange, downstream = self._exchange, self._downstream
+        if exchange.closed:
+            return
+        observation, replier = self._observation, self._replier
+        verdict = closing(
+            end,
+            exchange.progress,
+            event_stream=observation.event_stream,
+            between_events=observation.between_events,
+        )
+        code = verdict.code or ""
+        if end is End.ANSWERED:
+            exchange.progress = Progress.DONE
+        elif verdict.action is Action.REPLY:
+            exchange.status = ERRORS[code].status
+        self._finish(verdict.outcome)
+        if end is End.ANSWERED:
+            replier.done()
+        elif verdict.action is Action.REPLY:
+            replier.refuse(RequestError(code, MESSAGES[code]), keep=True)
+        elif verdict.action is Action.EVENT:
+            replier.error_event(code)
+            replier.done()
+        elif verdict.action is Action.CUT:
+            stalled = end is End.CLIENT_STALLED
+            downstream.cut(reset=stalled or replier.ends_by_close)
+
+    def _finish(self, outcome: str) -> None:
+        """Free what is held, count, record; runs once for each exchange."""
+        exchange, context = self._exchange, self._context
+        exchange.finish()
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
+        self._return_endpoint()
+        if self._place is not None:
+            self._place.release()
+            self._place = None
+        if self._intake is not None:
+            self._intake.release()
+        now_ns = context.clock.mono_ns()
+        context.record(exchange, self._observation, outcome, now_ns)
+        self._observation.release()
+
+
+def _too_large(context: Context, limit: int) -> RequestError:
+    context.counters.limit_hits["limits.body_bytes"] += 1
+    return RequestError(
+        "payload_too_large", f"the request body is larger than {limit} bytes (limits.body_bytes)"
+    )

@@ -1,0 +1,258 @@
+"""The answer to one client: which form it takes, and its bytes on the way.
+
+Chooses between clear and sealed, whole and streamed, from the upstream's head; writes the head
+once, the body as it comes, the regular end once. When a sealed request was opened, everything that
+leaves here is sealed, our own errors included (docs/envelope.md, "Order on receipt").
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from proxy.answer import (
+    Answer,
+    Bodiless,
+    Lengthed,
+    SealedStream,
+    sealed_fields,
+    unlengthed,
+)
+from proxy.errors import ERRORS, RequestError, error_body
+from proxy.exchange import Progress
+from proxy.sm4.envelope import SINGLE_BYTES_MAX
+from proxy.sm4.sealer import SingleTooLargeError
+
+if TYPE_CHECKING:
+    from proxy.context import Context
+    from proxy.exchange import Exchange
+    from proxy.http.http1 import RequestHead, ResponseHead
+    from proxy.observe import Observation
+    from proxy.server import Downstream
+    from proxy.sm4.sealer import ResponseSealer
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = "   JanFebMarAprMayJunJulAugSepOctNovDec"
+MESSAGES = {
+    "no_upstream": "no endpoint of the pool accepted a connection",
+    "upstream_reset": "the upstream closed the connection before its answer was whole",
+    "upstream_protocol": "the upstream's answer is not valid HTTP/1.1",
+    "upstream_timeout": "the upstream sent nothing in time",
+    "request_timeout": "the request was not complete in time",
+    "draining": "this sidecar is shutting down",
+    "internal_error": "the sidecar failed; see its log",
+}
+
+
+def http_date(wall_s: float) -> bytes:
+    """Return an IMF-fixdate (RFC 9110 section 5.6.7)."""
+    t = time.gmtime(wall_s)
+    return (
+        f"{_DAYS[t.tm_wday]}, {t.tm_mday:02d} {_MONTHS[3 * t.tm_mon :][:3]} {t.tm_year:04d} "
+        f"{t.tm_hour:02d}:{t.tm_min:02d}:{t.tm_sec:02d} GMT"
+    ).encode()
+
+
+class Replier:
+    """Writes one answer. `sealer` is set once the request's envelope was opened."""
+
+    __slots__ = (
+        "_answer",
+        "_collected",
+        "_context",
+        "_downstream",
+        "_exchange",
+        "_held",
+        "_observation",
+        "_request",
+        "sealer",
+    )
+
+    def __init__(
+        self,
+        context: Context,
+        downstream: Downstream,
+        exchange: Exchange,
+        observation: Observation,
+        request: RequestHead,
+    ) -> None:
+        self._context = context
+        self._downstream = downstream
+        self._exchange = exchange
+        self._observation = observation
+        self._request = request
+        self._answer: Answer | None = None
+        self._collected: list[bytes] | None = None  # an answer that has to be whole first
+        self._held = 0
+        self.sealer: ResponseSealer | None = None
+
+    # -- an upstream's answer
+
+    def head(self, head: ResponseHead) -> None:
+        """Choose the form; write the head unless the body has to be whole first."""
+        observation = self._observation
+        if self.sealer is not None:
+            if head.bodiless or not observation.event_stream:
+                self._collected = []
+                return
+            accept = self._request.fields.get(b"accept", b"")
+            self._begin_stream(self.sealer, as_events=b"text/event-stream" in accept.lower())
+        elif head.bodiless:
+            self._begin(head, Bodiless(head.content_length))
+        elif head.content_length is None:
+            self._begin(head, unlengthed(self._request.minor))
+        elif observation.needs_whole_answer:
+            self._collected = []
+        elif observation.changes_length and observation.event_stream:
+            self._begin(head, unlengthed(self._request.minor))
+        else:
+            self._begin(head, Lengthed(head.content_length))
+
+    def _begin(self, head: ResponseHead, answer: Answer) -> None:
+        self._answer = answer
+        self._exchange.progress = Progress.BEGUN
+        self._downstream.write(
+            b"".join(
+                (
+                    b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason),
+                    head.lines,
+                    answer.framing(),
+                    self._observation.stream_fields,
+                    self.own_fields(),
+                    b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
+                )
+            )
+        )
+
+    def _begin_stream(self, sealer: ResponseSealer, *, as_events: bool) -> None:
+        stream = sealer.stream(
+            self._exchange.status,
+            self._observation.content_type,
+            nonce=os.urandom(12),
+            now_ms=self._context.clock.wall_ms(),
+            carrier="sse" if as_events else "raw",
+        )
+        answer = self._answer = SealedStream(stream, unlengthed(self._request.minor))
+        self._exchange.progress = Progress.BEGUN
+        head = self._sealed_head(answer.framing(), event_stream=as_events)
+        self._downstream.write(head + answer.start())
+
+    def _sealed_head(self, framing: bytes, *, event_stream: bool) -> bytes:
+        return b"".join(
+            (
+                b"HTTP/1.1 200 OK\r\n",
+                sealed_fields(event_stream=event_stream),
+                framing,
+                self.own_fields(),
+                b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
+            )
+        )
+
+    def data(self, data: bytes) -> None:
+        """Write body bytes, or hold them until the body is whole."""
+        answer = self._answer
+        if answer is not None:
+            if data:
+                self._downstream.write(answer.data(data))
+            return
+        assert self._collected is not None, "body before head"
+        self._collected.append(data)
+        self._held += len(data)
+        if self.sealer is not None and self._held > SINGLE_BYTES_MAX:
+            self._overflow(self.sealer, b"".join(self._collected))
+
+    def _overflow(self, sealer: ResponseSealer, data: bytes) -> None:
+        """Too large for a single envelope: a stream of raw frames instead."""
+        self._collected = None
+        self._begin_stream(sealer, as_events=False)
+        assert self._answer is not None
+        self._downstream.write(self._answer.data(data))
+
+    def end(self) -> None:
+        """Write the regular end."""
+        observation = self._observation
+        if self._answer is None:
+            assert self._collected is not None, "end before head"
+            body = observation.whole_answer(b"".join(self._collected))
+            self._collected = None
+            self._whole(body)
+            return
+        answer = self._answer
+        rest = observation.answer_whole()
+        tail = (answer.data(rest) if rest else b"") + answer.end()
+        if tail:
+            self._downstream.write(tail)
+
+    def _whole(self, body: bytes) -> None:
+        head = self._observation.head
+        assert head is not None
+        if self.sealer is None:
+            self._begin(head, Lengthed(len(body)))
+            self._downstream.write(body)
+            return
+        try:
+            self._single(self.sealer, head.status, self._observation.content_type, body)
+        except SingleTooLargeError:
+            self._overflow(self.sealer, body)
+            assert self._answer is not None
+            self._downstream.write(self._answer.end())
+
+    def _single(self, sealer: ResponseSealer, status: int, kind: str, body: bytes) -> None:
+        now_ms = self._context.clock.wall_ms()
+        sealed = sealer.single(status, kind, body, nonce=os.urandom(12), now_ms=now_ms)
+        framing = b"Content-Length: %d\r\n" % len(sealed)
+        self._exchange.progress = Progress.BEGUN
+        self._downstream.write(self._sealed_head(framing, event_stream=False) + sealed)
+
+    # -- answers and endings of our own
+
+    def refuse(self, problem: RequestError, *, keep: bool) -> None:
+        """Write a whole answer of our own and end the exchange on the connection."""
+        if self.sealer is not None:
+            self._single(self.sealer, problem.kind.status, "application/json", problem.body())
+            self.done(keep=keep)
+            return
+        extra = self.own_fields() if self._exchange.trace_id else b""
+        if problem.kind.code == "envelope_stale":
+            extra += b"Date: %b\r\n" % http_date(self._context.clock.wall_ms() / 1000)
+        self._downstream.reply(problem, keep=keep and bool(self._request.minor), extra=extra)
+
+    def error_event(self, code: str) -> None:
+        """End a begun event stream between two events: one error event, then the regular end."""
+        answer = self._answer
+        assert answer is not None
+        event = b"data: " + error_body(ERRORS[code], MESSAGES[code]) + b"\n\n"
+        self._downstream.write(answer.data(event) + answer.end())
+
+    @property
+    def ends_by_close(self) -> bool:
+        """Say whether only the connection's end tells the client that the answer is whole."""
+        return self._answer is not None and self._answer.ends_by_close
+
+    def done(self, *, keep: bool = True) -> None:
+        """Hand the connection back for the next request, or close it."""
+        keep = keep and not self.ends_by_close and not self._must_close()
+        self._downstream.answer_done(keep=keep)
+
+    def _must_close(self) -> bool:
+        return not self._request.minor or self._downstream.must_close()
+
+    def own_fields(self) -> bytes:
+        """Return the header fields that every answer of a classed request carries."""
+        exchange = self._exchange
+        queue_us = upstream_us = 0
+        if exchange.dispatch_ns:
+            queue_us = (exchange.dispatch_ns - exchange.start_ns) // 1000
+            upstream_us = (self._context.clock.mono_ns() - exchange.dispatch_ns) // 1000
+        return (
+            b"X-QoS-Class: %b\r\nX-QoS-Pool: %b\r\nX-Trace-Id: %b\r\n"
+            b"Server-Timing: queue;dur=%d.%03d, upstream;dur=%d.%03d\r\n"
+            % (
+                exchange.qos.encode(),
+                exchange.pool.encode(),
+                exchange.trace_id.encode(),
+                *divmod(queue_us, 1000),
+                *divmod(upstream_us, 1000),
+            )
+        )

@@ -1,0 +1,27 @@
+"""W3C trace context: keep what came, else make one (https://www.w3.org/TR/trace-context/).
+
+Pure: random bits are an argument.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Version 00 has exactly four parts; higher versions may carry more, which is kept.
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{1,200})?"
+)
+
+
+def valid(value: bytes | None) -> bool:
+    """Say whether a traceparent may be passed on as it is."""
+    if value is None or _TRACEPARENT.fullmatch(value) is None:
+        return False
+    return not value.startswith(b"00") or len(value) == 55
+
+
+def make(bits: int) -> bytes:
+    """Return a sampled-out traceparent from 192 random bits (a zero id would be invalid)."""
+    trace = (bits & ((1 << 128) - 1)) or 1
+    span = (bits >> 128) or 1
+    return b"00-%032x-%016x-00" % (trace, span & ((1 << 64) - 1))

@@ -1,0 +1,351 @@
+"""Upstream connections: a pool of keep-alive connections per endpoint, and the body pump.
+
+A connection is leased to one relay at a time and hands it what arrives, already framed: head, body
+bytes, end, or how it was lost. It decides nothing about the request. Bytes that come when nobody
+has leased the connection poison it: it is dropped (RFC 9112 section 9.3 gives them no meaning).
+
+Bounds: idle connections per endpoint, connecting tasks by the pool's in-flight limit, buffered
+bytes by the head limit; the body is never buffered here, a paused relay pauses the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Protocol, cast
+
+from proxy.exchange import End
+from proxy.http.chunked import ChunkError, ChunkReader
+from proxy.http.http1 import HeadError, HeadLimits, ResponseHead, parse_response
+
+if TYPE_CHECKING:
+    from proxy.qos.pools import Endpoint
+
+WRITE_HIGH_BYTES = 64 << 10
+
+
+class Lessee(Protocol):
+    """Who holds a connection: told what the upstream sends."""
+
+    request_method: bytes
+
+    def upstream_ready(self, connection: UpstreamConnection) -> None:
+        """Take the leased connection; the request may be written now."""
+
+    def upstream_refused(self, endpoint: Endpoint) -> None:
+        """Note that no connection could be made."""
+
+    def upstream_head(self, head: ResponseHead) -> None:
+        """Take the answer's head."""
+
+    def upstream_body(self, data: bytes) -> None:
+        """Take body bytes, without transfer framing."""
+
+    def upstream_end(self) -> None:
+        """Note that the answer is whole; the connection is no longer leased."""
+
+    def upstream_lost(self, end: End, *, answered: bool) -> None:
+        """Note that the connection died; `answered`: a byte of the answer had come."""
+
+    def upstream_writable(self, *, writable: bool) -> None:
+        """Pause or go on with the request body."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to one endpoint."""
+
+    __slots__ = (
+        "_answered",
+        "_buffer",
+        "_chunks",
+        "_head",
+        "_left",
+        "_lessee",
+        "_limits",
+        "endpoint",
+        "idle_since_ns",
+        "owner",
+        "reused",
+        "transport",
+    )
+
+    def __init__(self, owner: Upstreams, endpoint: Endpoint, limits: HeadLimits) -> None:
+        self.owner = owner
+        self.endpoint = endpoint
+        self.transport: asyncio.Transport | None = None
+        self.reused = False
+        self.idle_since_ns = 0
+        self._limits = limits
+        self._lessee: Lessee | None = None
+        self._buffer = b""
+        self._head: ResponseHead | None = None
+        self._chunks: ChunkReader | None = None
+        self._left = 0  # body bytes to come; -1: until the connection ends
+        self._answered = False
+
+    # -- leasing
+
+    def lease(self, lessee: Lessee) -> None:
+        """Hand the connection to `lessee` for one request."""
+        assert self._lessee is None, "a connection is leased to one request at a time"
+        self._lessee = lessee
+        self._head = None
+        self._answered = False
+
+    def write(self, data: bytes) -> None:
+        """Send request bytes."""
+        assert self.transport is not None
+        self.transport.write(data)
+
+    def give_back(self) -> None:
+        """End a lease that sent nothing."""
+        self._lessee = None
+        self.owner.put_back(self)
+
+    def unsent(self) -> int:
+        """Return the request bytes that the kernel has not taken."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    def abandon(self) -> None:
+        """Cancel the request: the upstream must see it at once, so no lingering flush."""
+        self._lessee = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading: the client is slow."""
+        if self.transport is not None and self.transport.is_reading():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        transport = self.transport
+        if transport is not None and not transport.is_closing() and not transport.is_reading():
+            transport.resume_reading()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
+        self.transport = transport
+        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio. The first matching state takes the bytes."""
+        lessee = self._lessee
+        if lessee is None:
+            self.owner.late_bytes += 1
+            self._drop()
+            return
+        self._answered = True
+        try:
+            if self._head is not None:
+                self._body(lessee, data)
+                return
+            self._buffer = data = self._buffer + data if self._buffer else data
+            self._heads(lessee, data)
+        except (HeadError, ChunkError):
+            self._fail(End.UPSTREAM_PROTOCOL)
+
+    def _heads(self, lessee: Lessee, data: bytes) -> None:
+        start = 0
+        while True:
+            head = parse_response(data, self._limits, lessee.request_method, start)
+            if head is None:
+                self._buffer = data[start:]
+                return
+            start += head.size
+            if head.status >= 200:
+                break
+            if head.status == 101:  # nobody asked: Upgrade is not forwarded
+                raise HeadError("upstream_protocol", "101 without a request for it")
+        self._buffer = b""
+        self._head = head
+        if head.bodiless:
+            self._left, self._chunks = 0, None
+        elif head.chunked:
+            self._chunks = ChunkReader()
+        else:
+            self._chunks = None
+            self._left = -1 if head.content_length is None else head.content_length
+        lessee.upstream_head(head)
+        if self._lessee is not lessee:
+            return  # it gave up while taking the head
+        if self._chunks is None and self._left == 0:
+            self._end(lessee, clean=start == len(data))
+        elif start < len(data):
+            self._body(lessee, data[start:])
+
+    def _body(self, lessee: Lessee, data: bytes) -> None:
+        chunks = self._chunks
+        if chunks is not None:
+            used = chunks.feed(data)
+            pieces = chunks.pieces
+            if pieces:
+                lessee.upstream_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            if chunks.done and self._lessee is lessee:
+                self._end(lessee, clean=used == len(data))
+            return
+        if self._left < 0:
+            lessee.upstream_body(data)
+            return
+        size = len(data)
+        if size > self._left:
+            data = data[: self._left]
+        self._left -= len(data)
+        lessee.upstream_body(data)
+        if self._left == 0 and self._lessee is lessee:
+            self._end(lessee, clean=size == len(data))
+
+    def _end(self, lessee: Lessee, *, clean: bool) -> None:
+        head = self._head
+        assert head is not None
+        self._lessee = None
+        self._head = None
+        if clean and head.keep_alive and self.unsent() == 0:
+            self.owner.put_back(self)
+        else:
+            if not clean:
+                self.owner.late_bytes += 1
+            self._drop()
+        lessee.upstream_end()
+
+    def _fail(self, end: End) -> None:
+        lessee, self._lessee = self._lessee, None
+        self._drop()
+        if lessee is not None:
+            lessee.upstream_lost(end, answered=self._answered)
+
+    def _drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def eof_received(self) -> bool:
+        """See asyncio: the transport closes, connection_lost follows."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio. An end is regular only where the head left it to the connection."""
+        self.transport = None
+        self.owner.forget(self)
+        lessee, self._lessee = self._lessee, None
+        if lessee is None:
+            return
+        if self._head is not None and self._chunks is None and self._left < 0 and exc is None:
+            lessee.upstream_end()
+            return
+        # RFC 9112 section 8: a head or body that stops early is incomplete, never a short success.
+        lessee.upstream_lost(End.UPSTREAM_RESET, answered=self._answered)
+
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        if self._lessee is not None:
+            self._lessee.upstream_writable(writable=False)
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        if self._lessee is not None:
+            self._lessee.upstream_writable(writable=True)
+
+
+class Upstreams:
+    """The connections of one pool."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        limits: HeadLimits,
+        *,
+        connect_s: float,
+        keepalive_s: float,
+        idle_max: int,
+    ) -> None:
+        self._loop = loop
+        self._limits = limits
+        self._connect_s = connect_s
+        self._keepalive_ns = int(keepalive_s * 1e9)
+        self._idle_max = idle_max
+        self._idle: dict[str, deque[UpstreamConnection]] = {}
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._open: set[UpstreamConnection] = set()
+        self.connects = 0
+        self.connect_failures = 0
+        self.late_bytes = 0
+        self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
+
+    def lease(self, endpoint: Endpoint, lessee: Lessee) -> None:
+        """Give `lessee` a connection to `endpoint`, at once if one is idle, else when made."""
+        idle = self._idle.get(endpoint.url)
+        while idle:
+            connection = idle.pop()
+            transport = connection.transport
+            if transport is None or transport.is_closing():
+                continue
+            connection.reused = True
+            connection.lease(lessee)
+            lessee.upstream_ready(connection)
+            return
+        task = self._loop.create_task(self._connect(endpoint, lessee))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
+        def factory() -> UpstreamConnection:
+            return UpstreamConnection(self, endpoint, self._limits)
+
+        self.connects += 1
+        try:
+            async with asyncio.timeout(self._connect_s):
+                if isinstance(endpoint.address, str):
+                    made = await self._loop.create_unix_connection(factory, endpoint.address)
+                else:
+                    host, port = endpoint.address
+                    made = await self._loop.create_connection(factory, host, port)
+        except (OSError, TimeoutError):
+            self.connect_failures += 1
+            lessee.upstream_refused(endpoint)
+            return
+        connection = made[1]
+        self._open.add(connection)
+        connection.lease(lessee)
+        lessee.upstream_ready(connection)
+
+    def put_back(self, connection: UpstreamConnection) -> None:
+        """Keep a connection whose answer is whole, if there is room."""
+        idle = self._idle.setdefault(connection.endpoint.url, deque())
+        if len(idle) >= self._idle_max:
+            assert connection.transport is not None
+            connection.transport.close()
+            return
+        connection.idle_since_ns = self.now_ns
+        connection.resume()
+        idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """Drop a connection that has ended."""
+        self._open.discard(connection)
+        idle = self._idle.get(connection.endpoint.url)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+
+    def tick(self, now_ns: int) -> None:
+        """Close connections that have been idle too long; the oldest lie first."""
+        self.now_ns = now_ns
+        for idle in self._idle.values():
+            while idle and now_ns - idle[0].idle_since_ns > self._keepalive_ns:
+                transport = idle.popleft().transport
+                if transport is not None:
+                    transport.close()
+
+    def idle_count(self) -> int:
+        """Return how many connections wait for a request."""
+        return sum(len(idle) for idle in self._idle.values())
+
+    async def close(self) -> None:
+        """End every connection."""
+        for task in list(self._connecting):
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for connection in list(self._open):
+            connection.abandon()
