@@ -1,0 +1,156 @@
+"""Every setting of the node agent, declared and checked the way the sidecar's are.
+
+They come from section `[agent]` of `tongguan.toml` and from variables `TONGGUAN_AGENT_<NAME>`.
+
+Later wins: defaults, file, variables. All mistakes are reported at once; an unknown key or variable
+is a mistake. Nothing here is a secret: the token is a file that a setting points to.
+
+Pure: `load` is given the file's text and the environment; only `read` touches the disk.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from proxy.config import (
+    FILE_NAME,
+    SettingsError,
+    build,
+    own_variables,
+    setting,
+    split_address,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VARIABLES = "TONGGUAN_AGENT_"
+# A unix socket's path must fit into sockaddr_un (unix(7)); one byte is its terminator.
+SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Settings of one node agent."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log level")
+    listen: str = setting(
+        "127.0.0.1:14100", "host:port of the OpenAI-compatible API; empty: socket only"
+    )
+    socket: str = setting("", "unix socket of the same API, for sidecars; empty: none")
+    admin: str = setting("0.0.0.0:14190", "livez, readyz, metrics")
+    backlog: int = setting(1024, "listen backlog", ge=1, le=65535)
+    connections: int = setting(1024, "connections to the API, all listeners", ge=1)
+
+    model: str = setting("", "GGUF file or Hugging Face folder; empty: the default model package")
+    model_names: tuple[str, ...] = setting((), "names the model is served under; the first shows")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs")
+    threads: int = setting(0, "compute threads; 0: one per usable core", ge=0, le=1024)
+    max_sequences: int = setting(16, "requests generated together", ge=1, le=1024)
+    kv_tokens: int = setting(0, "tokens the KV cache holds, all requests; 0: engine's choice", ge=0)
+    queue: int = setting(256, "requests that wait for a place; beyond it 503 queue_full", ge=0)
+
+    default_class: Literal["P0", "P1", "P2"] = setting(
+        "P1", "class of a request whose X-QoS-Class is not believed"
+    )
+    token_file: str = setting("", "sidecar's bearer token: with it X-QoS-Class is believed")
+    trusted_uids: tuple[str, ...] = setting(
+        (), "uids believed over the unix socket, besides root and the agent's own"
+    )
+
+    body_bytes: int = setting(8 << 20, "a request body", ge=1024)
+    pending_tokens: int = setting(
+        16384, "tokens generated that a streaming client has not taken", ge=16
+    )
+    head_s: float = setting(10.0, "read a request head", ge=0.01)
+    body_idle_s: float = setting(30.0, "a request body without progress", ge=0.01)
+    client_stall_s: float = setting(60.0, "a streaming client that does not read", ge=0.01)
+    keepalive_s: float = setting(75.0, "an idle connection", ge=1, le=86400)
+    grace_s: float = setting(25.0, "time for running requests at shutdown", ge=0, le=3600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Root:
+    agent: Agent = field(default_factory=Agent)
+
+
+def load(text: str, environ: Mapping[str, str]) -> Agent:
+    """Return settings from a file's text and the environment.
+
+    Raises `SettingsError` with every problem found.
+    """
+    problems: list[str] = []
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
+    env = {n: v for n, v in own_variables(environ, ()).items() if n.startswith(VARIABLES)}
+    section = {"agent": table["agent"]} if "agent" in table else {}
+    root: _Root = build(_Root, section, env, "", problems)
+    problems.extend(f"{name}: unknown variable" for name in sorted(env))
+    problems.extend(_cross_check(root.agent))
+    if problems:
+        raise SettingsError(problems)
+    return root.agent
+
+
+def _cross_check(agent: Agent) -> list[str]:
+    """Return what is wrong between settings that are each well formed."""
+    problems = []
+    for name in ("listen", "admin"):
+        address = getattr(agent, name)
+        if address:
+            try:
+                split_address(address)
+            except ValueError as problem:
+                problems.append(f"agent.{name}: {problem}")
+    if not agent.listen and not agent.socket:
+        problems.append("agent.listen: with an empty agent.socket there is nowhere to listen")
+    if len(agent.socket.encode()) > SOCKET_PATH_BYTES:
+        problems.append(f"agent.socket: a unix socket's path has at most {SOCKET_PATH_BYTES} bytes")
+    problems.extend(
+        f"agent.trusted_uids: expected numbers, got {uid!r}"
+        for uid in agent.trusted_uids
+        if not uid.isdecimal()
+    )
+    problems.extend("agent.model_names: a name is empty" for n in agent.model_names if not n)
+    return problems
+
+
+def read(path: str | None, environ: Mapping[str, str]) -> Agent:
+    """Read settings from `path` (file or directory; None: defaults and environment only)."""
+    if path is None:
+        return load("", environ)
+    file = Path(path)
+    if file.is_dir():
+        file /= FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise SettingsError([f"{file}: {problem}"]) from None
+    return load(text, environ)
+
+
+def read_token(path: str) -> bytes:
+    """Return the token in `path`; "" gives no token.
+
+    The file may hold the bare token or a whole `Bearer …` value, so that one file can serve the
+    sidecar's `authorization_file` too. Raises `SettingsError` without showing any of it.
+    """
+    if not path:
+        return b""
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        token = file.read_bytes().strip()
+    except OSError as problem:
+        raise SettingsError([f"agent.token_file: {problem}"]) from None
+    if mode & 0o007:
+        raise SettingsError([f"agent.token_file: {path}: others may read it; chmod 600 it"])
+    token = token.removeprefix(b"Bearer ").strip()
+    if len(token) < 16 or not token.isascii() or any(c <= 0x20 for c in token):
+        raise SettingsError([f"agent.token_file: {path}: expected one token of 16 bytes or more"])
+    return token

@@ -1,0 +1,525 @@
+"""The OpenAI wire: request bodies into a `Job`, results into JSON and SSE bytes.
+
+Pure: no socket, no clock, no engine. A parameter this engine cannot honour is refused by name
+unless it has its neutral value; names nobody here knows are ignored, as OpenAI-compatible servers
+do. `return_token_ids` follows vLLM: for chat `prompt_token_ids` stands at the top of the answer or
+of the first chunk, for completions it stands in the choice (of the first chunk); `token_ids` stand
+in the choice, in a stream only those of that chunk.
+
+Messages of errors name fields, types and limits, never a value from a prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+import orjson
+
+from agent.engine.types import FinishReason, Sampling, Tokenizer
+from proxy.errors import ERRORS, ErrorKind, error_body
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STOPS_MAX = 4
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_INT64 = 2**63
+
+MODEL_NOT_FOUND = ErrorKind(
+    "model_not_found", 404, "invalid_request_error", "rejected", "downstream"
+)
+UNKNOWN_URL = ErrorKind("unknown_url", 404, "invalid_request_error", "rejected", "downstream")
+CONTEXT_EXCEEDED = ErrorKind(
+    "context_length_exceeded", 400, "invalid_request_error", "rejected", "downstream"
+)
+MODEL_LOADING = ErrorKind("model_loading", 503, "overloaded_error", "shed", "local")
+CONNECTION_LIMIT = ErrorKind("connection_limit", 503, "overloaded_error", "shed", "local")
+INVALID = ERRORS["invalid_request"]
+TOO_LARGE = ERRORS["payload_too_large"]
+TIMED_OUT = ERRORS["request_timeout"]
+BAD_METHOD = ERRORS["method_not_allowed"]
+QUEUE_FULL = ERRORS["queue_full"]
+DRAINING = ERRORS["draining"]
+INTERNAL = ERRORS["internal_error"]
+
+
+class ApiError(Exception):
+    """The request ends with an error answer; `retry_after_s` is sent with 503 only."""
+
+    def __init__(
+        self, kind: ErrorKind, message: str, *, param: str | None = None, retry_after_s: int = 1
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = max(1, retry_after_s)
+
+    def body(self) -> bytes:
+        """Return the JSON body in OpenAI's form."""
+        return error_body(self.kind, self.message, self.param)
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    """Fields both endpoints share; the second half is only looked at to be refused."""
+
+    model: str | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    n: Any = None
+    best_of: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    prompt_logprobs: Any = None
+    logit_bias: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+class _Chat(_Common, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    echo: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+
+
+class _Completion(_Common, kw_only=True):
+    # One array type a union is all msgspec takes; `_prompt` looks inside.
+    prompt: str | list[Any]
+
+    echo: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+# Values that ask for nothing special; null never does.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_embeds": (),
+}
+
+_ROLES = ("system", "developer", "user", "assistant")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request, understood.
+
+    Exactly one of `messages`, `text` and `ids` is set. `max_tokens` None: what the context leaves.
+    """
+
+    chat: bool
+    model: str | None
+    messages: tuple[dict[str, str], ...] | None
+    text: str | None
+    ids: tuple[int, ...] | None
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+    @property
+    def prompt_field(self) -> str:
+        """Name of the member that holds the prompt."""
+        return "messages" if self.chat else "prompt"
+
+    def prompt_ids(self, tokenizer: Tokenizer) -> Sequence[int]:
+        """Return the prompt as token ids; raises `ChatTemplateError`."""
+        if self.messages is not None:
+            return tokenizer.apply_chat(self.messages, add_generation_prompt=True)
+        if self.text is not None:
+            return tokenizer.encode(self.text)
+        assert self.ids is not None
+        return self.ids
+
+    def sampling(self, prompt_tokens: int, context_length: int) -> Sampling:
+        """Return how to sample; without `max_tokens` what the context leaves, at least 1."""
+        return Sampling(
+            max_tokens=self.max_tokens or max(1, context_length - prompt_tokens),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=self.stop,
+        )
+
+
+_Request = TypeVar("_Request", bound=_Common)
+
+_chat_decoder = msgspec.json.Decoder(_Chat)
+_completion_decoder = msgspec.json.Decoder(_Completion)
+
+
+def parse_chat(body: bytes) -> Job:
+    """Read a body of `/v1/chat/completions`; raises `ApiError` (400) naming the parameter."""
+    request = _decode(_chat_decoder, body)
+    _refuse_unsupported(request)
+    messages = tuple(_message(index, message) for index, message in enumerate(request.messages))
+    # max_tokens is the older name of the same limit; where both are given the newer one counts.
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    return _job(request, max_tokens, messages=messages)
+
+
+def parse_completion(body: bytes) -> Job:
+    """Read a body of `/v1/completions`; raises `ApiError` (400) naming the parameter."""
+    request = _decode(_completion_decoder, body)
+    _refuse_unsupported(request)
+    text, ids = _prompt(request.prompt)
+    return _job(request, request.max_tokens or COMPLETION_TOKENS, text=text, ids=ids)
+
+
+def _job(
+    request: _Common,
+    max_tokens: int | None,
+    *,
+    messages: tuple[dict[str, str], ...] | None = None,
+    text: str | None = None,
+    ids: tuple[int, ...] | None = None,
+) -> Job:
+    stream = bool(request.stream)
+    if request.stream_options is not None and not stream:
+        raise ApiError(INVALID, "stream_options needs stream: true", param="stream_options")
+    return Job(
+        chat=messages is not None,
+        model=request.model,
+        messages=messages,
+        text=text,
+        ids=ids,
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=request.seed,
+        stop=_stops(request.stop),
+        stream=stream,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        message, param = _explain(str(problem))
+        raise ApiError(INVALID, message, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        reason = "it is not UTF-8" if isinstance(problem, UnicodeDecodeError) else str(problem)
+        raise ApiError(INVALID, f"the body is not valid JSON: {reason}") from None
+    except RecursionError:
+        raise ApiError(INVALID, "the body is not valid JSON: nested too deeply") from None
+
+
+def _explain(problem: str) -> tuple[str, str | None]:
+    """Turn a validation message into (message, param)."""
+    at = _AT.search(problem)
+    param = at.group(1) if at else ""
+    text = _AT.sub("", problem).replace("`", "")
+    missing = _MISSING.search(problem)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        return f"{param}: required", param
+    if not param:
+        return f"the body: {text}", None
+    return f"{param}: {text[0].lower()}{text[1:]}", param
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # true equals 1 in Python; on the wire they differ.
+    return value is None or any(
+        value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
+    )
+
+
+def _refuse_unsupported(request: _Common) -> None:
+    for name, neutral in _NEUTRAL.items():
+        if not _is_neutral(getattr(request, name, None), neutral):
+            only = f" (only {orjson.dumps(neutral[0]).decode()})" if neutral else ""
+            raise ApiError(INVALID, f"{name}: not supported by this engine{only}", param=name)
+
+
+def _message(index: int, message: _Message) -> dict[str, str]:
+    where = f"messages[{index}]"
+    if message.role not in _ROLES:
+        raise ApiError(
+            INVALID, f"{where}.role: expected one of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    if message.tool_calls not in (None, []):
+        param = f"{where}.tool_calls"
+        raise ApiError(INVALID, f"{param}: not supported by this engine", param=param)
+    content = message.content
+    if content is None:
+        param = f"{where}.content"
+        raise ApiError(INVALID, f"{param}: required", param=param)
+    if not isinstance(content, str):
+        texts = []
+        for number, part in enumerate(content):
+            param = f"{where}.content[{number}]"
+            if part.type != "text":
+                raise ApiError(
+                    INVALID, f"{param}.type: only text is supported", param=f"{param}.type"
+                )
+            if part.text is None:
+                raise ApiError(INVALID, f"{param}.text: required", param=f"{param}.text")
+            texts.append(part.text)
+        content = "\n".join(texts)
+    # developer is the newer name of system; chat templates know only that one.
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content}
+
+
+def _prompt(prompt: str | list[Any]) -> tuple[str | None, tuple[int, ...] | None]:
+    if isinstance(prompt, str):
+        return prompt, None
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0], None
+    ids = prompt[0] if len(prompt) == 1 and isinstance(prompt[0], list) else prompt
+    if ids and all(type(token) is int and token >= 0 for token in ids):
+        return None, tuple(ids)
+    many = len(prompt) > 1 and isinstance(prompt[0], str | list)
+    reason = "one prompt a request" if many else "expected a string or a list of token ids"
+    raise ApiError(INVALID, f"prompt: {reason}", param="prompt")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > STOPS_MAX:
+        raise ApiError(INVALID, f"stop: at most {STOPS_MAX} strings", param="stop")
+    if not all(stops):
+        raise ApiError(INVALID, "stop: a string is empty", param="stop")
+    return stops
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def plain(self) -> dict[str, Any]:
+        """Return it in OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return one SSE event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class Answer:
+    """Builds the answer to one job: `whole`, or `first`, `chunk`…, `usage` and `DONE`."""
+
+    __slots__ = ("_created", "_first", "_id", "_job", "_model", "_prompt_ids")
+
+    def __init__(
+        self, job: Job, *, request_id: str, created: int, model: str, prompt_ids: Sequence[int]
+    ) -> None:
+        self._job = job
+        self._id = ("chatcmpl-" if job.chat else "cmpl-") + request_id
+        self._created = created
+        self._model = model
+        self._prompt_ids = prompt_ids
+        self._first = True
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def whole(
+        self, text: str, token_ids: Sequence[int], finish_reason: FinishReason, usage: Usage
+    ) -> bytes:
+        """Return the JSON body of a finished generation."""
+        job = self._job
+        choice: dict[str, Any] = {"index": 0}
+        if job.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        if job.return_token_ids:
+            choice["token_ids"] = list(token_ids)
+            if not job.chat:
+                choice["prompt_token_ids"] = list(self._prompt_ids)
+        answer = self._envelope("chat.completion" if job.chat else "text_completion", [choice])
+        answer["usage"] = usage.plain()
+        if job.return_token_ids and job.chat:
+            answer["prompt_token_ids"] = list(self._prompt_ids)
+        return orjson.dumps(answer)
+
+    def first(self) -> bytes:
+        """Return the event a chat stream opens with: the role; completions have none."""
+        if not self._job.chat:
+            return b""
+        return self._event({"delta": {"role": "assistant", "content": ""}}, None, ())
+
+    def chunk(
+        self, text: str, token_ids: Sequence[int], finish_reason: FinishReason | None
+    ) -> bytes:
+        """Return the event of one step; `finish_reason` is set in the last one."""
+        body: dict[str, Any]
+        if self._job.chat:
+            body = {"delta": {"content": text} if text or finish_reason is None else {}}
+        else:
+            body = {"text": text}
+        return self._event(body, finish_reason, token_ids)
+
+    def _event(
+        self, body: dict[str, Any], finish_reason: FinishReason | None, token_ids: Sequence[int]
+    ) -> bytes:
+        job = self._job
+        choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish_reason}
+        opens, self._first = self._first, False
+        # vLLM's role chunk carries the prompt's ids and none of its own.
+        role_only = job.chat and opens
+        if job.return_token_ids and not role_only:
+            choice["token_ids"] = list(token_ids)
+        if job.return_token_ids and opens and not job.chat:
+            choice["prompt_token_ids"] = list(self._prompt_ids)
+        value = self._envelope("chat.completion.chunk" if job.chat else "text_completion", [choice])
+        if job.return_token_ids and role_only:
+            value["prompt_token_ids"] = list(self._prompt_ids)
+        if job.include_usage:
+            value["usage"] = None  # OpenAI: null in every chunk but the last
+        return event(value)
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the event that carries usage; its choices are empty."""
+        kind = "chat.completion.chunk" if self._job.chat else "text_completion"
+        return event({**self._envelope(kind, []), "usage": usage.plain()})
+
+
+def model_list(names: Sequence[str], created: int, context_length: int) -> bytes:
+    """Return the body of `/v1/models`."""
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [model_card(name, created, context_length, root=names[0]) for name in names],
+        }
+    )
+
+
+def model_card(name: str, created: int, context_length: int, *, root: str) -> dict[str, Any]:
+    """Return one row of `/v1/models`; `max_model_len` as vLLM has it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tongguan",
+        "root": root,
+        "parent": None,
+        "max_model_len": context_length,
+    }
