@@ -1,7 +1,8 @@
 """Who is measured: for each peer its port and how it is started. A new peer is one function.
 
-Ports lie in a row from a base below the ephemeral range: backend, then the peers. Everything a peer
-needs is made below `perf/work/`.
+Ports lie in a row from a base below the ephemeral range: backend, then the peers. What is built
+once lies in `perf/work/`, what one run makes (configurations, keys, logs) in a folder of it named
+after the base port, so that two runs on different ports do not meet.
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ class Ports:
         return self.backend + (0 if name == "direct" else 1 + sorted(MAKERS).index(name))
 
     @property
+    def folder(self) -> Path:
+        """Return where this run's files lie; it is there."""
+        path = WORK / f"run-{self.backend}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
+    def client_keys(self) -> Path:
+        """Return the key file of a caller of the sealed door; the sidecar's peer makes it."""
+        return self.folder / "tongguan" / "keys" / "client.json"
+
+    @property
     def sealed(self) -> int:
         """Return the port of the sidecar's sealed door."""
         return self.backend + 41
@@ -83,10 +96,10 @@ def envoy_binary() -> str | None:
     return str(ours[0]) if ours else shutil.which("envoy")
 
 
-def _filled(name: str, port: int, backend: int) -> Path:
+def _filled(name: str, port: int, ports: Ports) -> Path:
     text = (SOURCES / name).read_text(encoding="utf-8")
-    target = WORK / name
-    target.write_text(text.replace("@PORT@", str(port)).replace("@BACKEND@", str(backend)))
+    target = ports.folder / name
+    target.write_text(text.replace("@PORT@", str(port)).replace("@BACKEND@", str(ports.backend)))
     return target
 
 
@@ -109,23 +122,23 @@ def _envoy(port: int, ports: Ports) -> list[str]:
     binary = envoy_binary()
     if binary is None:
         raise PeerError("Envoy is not installed; run: python -m perf.proxy --setup")
-    file = _filled("envoy.yaml", port, ports.backend)
+    file = _filled("envoy.yaml", port, ports)
     options = ["--concurrency", "1", "-l", "error", "--disable-hot-restart"]
     return [binary, "-c", str(file), *options]
 
 
 def _nginx(port: int, ports: Ports) -> list[str]:
-    file = _filled("nginx.conf", port, ports.backend)
-    return [_needed("nginx"), "-p", str(WORK), "-c", str(file)]
+    file = _filled("nginx.conf", port, ports)
+    return [_needed("nginx"), "-p", str(ports.folder), "-c", str(file)]
 
 
 def _haproxy(port: int, ports: Ports) -> list[str]:
-    return [_needed("haproxy"), "-f", str(_filled("haproxy.cfg", port, ports.backend)), "-db"]
+    return [_needed("haproxy"), "-f", str(_filled("haproxy.cfg", port, ports)), "-db"]
 
 
 def _tongguan(port: int, ports: Ports) -> list[str]:
     """Shipped defaults, audit on with keys; only ports, upstreams and file places are set."""
-    folder = WORK / "tongguan"
+    folder = ports.folder / "tongguan"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     script = "from proxy.cli import main; main()"
@@ -145,11 +158,6 @@ def _tongguan(port: int, ports: Ports) -> list[str]:
         encoding="utf-8",
     )
     return [sys.executable, "-m", "proxy", "--config", str(config)]
-
-
-def client_keys() -> Path:
-    """Return the key file of a caller of the sealed door; `_tongguan` makes it."""
-    return WORK / "tongguan" / "keys" / "client.json"
 
 
 MAKERS = {

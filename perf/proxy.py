@@ -69,14 +69,16 @@ def load(port: int, options: list[str], pid: int | None) -> dict[str, float]:
     return figures
 
 
-def measure(contestants: list[peers.Peer], rounds: int, seconds: float) -> Results:
+def measure(
+    contestants: list[peers.Peer], ports: peers.Ports, rounds: int, seconds: float
+) -> Results:
     """Start every peer, run interleaved rounds, stop every peer."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     results: Results = {peer.name: {} for peer in contestants}
     try:
         for peer in contestants:
             if peer.command:
-                running[peer.name] = start(peer)
+                running[peer.name] = start(peer, ports)
         for number in range(rounds):
             for test, options in tests(seconds).items():
                 for peer in contestants:
@@ -90,9 +92,9 @@ def measure(contestants: list[peers.Peer], rounds: int, seconds: float) -> Resul
     return results
 
 
-def start(peer: peers.Peer) -> subprocess.Popen[bytes]:
+def start(peer: peers.Peer, ports: peers.Ports) -> subprocess.Popen[bytes]:
     """Start one peer and wait for its first 200."""
-    log = peers.WORK / f"{peer.name}.log"
+    log = ports.folder / f"{peer.name}.log"
     child = process.spawn(peer.command, PEER_CORE, log, peer.environment)
     try:
         process.wait_until(lambda: process.ask(peer.port) == 200, child, log)
@@ -102,7 +104,7 @@ def start(peer: peers.Peer) -> subprocess.Popen[bytes]:
     return child
 
 
-def cold_start_s(peer: peers.Peer, doors: list[tuple[int, str]]) -> float:
+def cold_start_s(peer: peers.Peer, ports: peers.Ports, doors: list[tuple[int, str]]) -> float:
     """Return seconds from process start until every door answers 200, median of a few starts."""
     times = []
     for _ in range(COLD_STARTS):
@@ -116,7 +118,7 @@ def cold_start_s(peer: peers.Peer, doors: list[tuple[int, str]]) -> float:
             ]
             return not waiting
 
-        log = peers.WORK / f"{peer.name}.log"
+        log = ports.folder / f"{peer.name}.log"
         begun = time.perf_counter()
         child = process.spawn(peer.command, PEER_CORE, log, peer.environment)
         try:
@@ -129,11 +131,11 @@ def cold_start_s(peer: peers.Peer, doors: list[tuple[int, str]]) -> float:
 
 def rss_after_one_each(peer: peers.Peer, ports: peers.Ports) -> dict[str, float]:
     """Return MB resident after start, and after one request a door and one scrape."""
-    child = start(peer)
+    child = start(peer, ports)
     try:
         figures = {"rss_mb_started": process.rss_mb(child.pid)}
         if peer.name == "tongguan":
-            log = peers.WORK / f"{peer.name}.log"
+            log = ports.folder / f"{peer.name}.log"
             admin = ports.admin
             process.wait_until(
                 lambda: process.ask(admin, path="/readyz", get=True) == 200, child, log
@@ -149,7 +151,7 @@ def rss_after_one_each(peer: peers.Peer, ports: peers.Ports) -> dict[str, float]
 
 def ask_sealed(ports: peers.Ports) -> None:
     """Send one sealed request from a process of its own."""
-    url, keys = f"http://127.0.0.1:{ports.sealed}", str(peers.client_keys())
+    url, keys = f"http://127.0.0.1:{ports.sealed}", str(ports.client_keys)
     command = [sys.executable, "-m", "perf.sealed", url, keys]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=peers.HERE.parent
@@ -168,7 +170,7 @@ def footprint(contestants: list[peers.Peer], ports: peers.Ports) -> dict[str, di
             if peer.name == "tongguan":
                 doors.append((ports.admin, "/livez"))
             found[peer.name] = {
-                "cold_start_s": cold_start_s(peer, doors),
+                "cold_start_s": cold_start_s(peer, ports, doors),
                 **rss_after_one_each(peer, ports),
             }
     return found
@@ -234,12 +236,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     ports = peers.Ports(arguments.port_base)
     contestants = [peers.make(name, ports) for name in arguments.peers.split(",")]
-    log = peers.WORK / "backend.log"
+    log = ports.folder / "backend.log"
     backend = process.spawn([str(peers.WORK / "backend"), str(ports.backend)], LOAD_CORE, log)
     try:
         process.wait_until(lambda: process.ask(ports.backend) == 200, backend, log)
         feet = footprint(contestants, ports)
-        rounds = measure(contestants, arguments.rounds, arguments.seconds)
+        rounds = measure(contestants, ports, arguments.rounds, arguments.seconds)
     finally:
         process.stop(backend)
     rows = report.summary(rounds)
