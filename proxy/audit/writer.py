@@ -385,7 +385,7 @@ class AuditWriter:
         full = segment.size + len(item.line) > limit or segment.ids_size > limit
         if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
             self._chain.back_to(head)
-            self._roll()
+            self._roll(item)
             self._link(item)
         self._keep(item)
 
@@ -447,18 +447,18 @@ class AuditWriter:
             key = token_ids.commit_key(config.seed, config.origin, first)
         segment.ids = token_ids.SegmentIds(key)
 
-    def _roll(self) -> None:
-        self._place_new("segment_end", {})
-        self._open_segment({})
+    def _roll(self, item: _Item) -> None:
+        """End the segment and begin the next, at the time of the item that did not fit."""
+        self._place_new("segment_end", {}, item)
+        self._begin_segment(self._segment.file.name, {}, item)
 
-    def _open_segment(self, more: dict[str, Any]) -> None:
-        self._prev_file = self._segment.file.name
+    def _begin_segment(self, prev_file: str, more: dict[str, Any], item: _Item) -> None:
+        self._prev_file = prev_file
         self._segment = _Segment(self._chain.seq)
-        self._place_new("segment_start", {"prev_file": self._prev_file, **more})
+        self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
 
-    def _place_new(self, kind: str, members: dict[str, Any]) -> None:
-        item = _Item(LOST, kind, members, None, self._clock.wall_ns(), self._clock.mono_ns())
-        self._place(item)
+    def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
+        self._place(_Item(LOST, kind, members, None, item.wall_ns, item.mono_ns))
 
     # Flushing, and what comes back.
 
@@ -545,14 +545,10 @@ class AuditWriter:
             self._segment = _Segment(0)  # not even genesis: nothing to follow
         elif sealed.size == 0:
             # The segment had nothing durable: its successor takes its name and its predecessor.
-            before = self._prev_file
-            self._segment = _Segment(self._durable.seq)
-            self._place_new("segment_start", {"prev_file": before})
+            self._begin_segment(self._prev_file, {}, old[0])
         else:
             more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
-            self._segment = _Segment(self._durable.seq)
-            self._prev_file = sealed.segment.name
-            self._place_new("segment_start", {"prev_file": self._prev_file, **more})
+            self._begin_segment(sealed.segment.name, more, old[0])
         for item in old:
             self._place(item)
 

@@ -1,0 +1,265 @@
+"""One chain under verification: lines in, findings out.
+
+Pure; constant memory. The machine keeps the range of seqs that may come next (`_low` to `_high`:
+one number, but for a while after lines it could not trust) and the MACs the next record may point
+at. A finding's consequences are listed after it, never before; a line that cannot be trusted moves
+nothing but that range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from proxy.audit import canonical
+from proxy.audit.chain import ZERO_MAC, Hmac, chain_key, next_key, parse_key_id
+from proxy.audit.findings import Finding, Place
+from proxy.audit.ids import IDS_LIMIT, entry_bytes
+from proxy.audit.reader import Fault, Line, parse_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+HEARTBEAT_TOLERANCE = 1.5
+_HMACS_KEPT = 16
+
+
+class MacKeys:
+    """Chain seeds by id; MAC states are derived as they are asked for."""
+
+    def __init__(self, seeds: Mapping[str, bytes]) -> None:
+        self._seeds = dict(seeds)
+        self._hmacs: dict[tuple[str, str], Hmac] = {}
+
+    def hmac(self, key_id: str, origin: str) -> Hmac | None:
+        """Return the MAC under a record's key id, or None where no seed of ours is meant."""
+        found = self._hmacs.get((key_id, origin))
+        if found is not None:
+            return found
+        parsed = parse_key_id(key_id)
+        if parsed is None or parsed[0] not in self._seeds:
+            return None
+        seed_id, alg, epoch = parsed
+        key = chain_key(self._seeds[seed_id], alg, origin)
+        for _ in range(epoch):
+            key = next_key(key)
+        if len(self._hmacs) >= _HMACS_KEPT:
+            self._hmacs.clear()
+        self._hmacs[key_id, origin] = made = Hmac(alg, key)
+        return made
+
+    def seed(self, seed_id: str) -> bytes | None:
+        """Return a seed."""
+        return self._seeds.get(seed_id)
+
+
+@dataclass(slots=True)
+class Ids:
+    """What a segment's records say of its side file."""
+
+    end: int = 0
+    last_seq: int = 0
+    sha256: str | None = None
+    sha256_seq: int = 0
+
+
+class ChainCheck:
+    """The state of one chain."""
+
+    def __init__(self, keys: MacKeys | None, chain: int, report: Callable[[Finding], None]) -> None:
+        self.origin = ""
+        self.records = 0
+        self.closed = False
+        self.started_at: int | None = None
+        self.start_place = Place("", 0)
+        self.pruned: list[tuple[str, int]] = []
+        self.genesis: dict[str, Any] = {}
+        self.last_wall_ns = 0
+        self.ids = Ids()
+        self.heartbeat_ns = 0
+        self._keys = keys
+        self._chain = chain
+        self._report = report
+        self._low = self._high = 0
+        self._macs: set[str] | None = {ZERO_MAC}
+        self._last_mac = ZERO_MAC
+        self._last_mono_ns = 0
+        self._key_id = ""
+        self._unknown_keys: set[str] = set()
+        self._segment_ended = False
+        self._segment_lines = 0
+        self._segment_first = 0
+        self._segments = 0
+
+    @property
+    def next_seq(self) -> int:
+        """The seq that should come next."""
+        return self._high
+
+    @property
+    def last_mac(self) -> str:
+        """The MAC of the last record taken."""
+        return self._last_mac
+
+    def find(self, cls: str, seq: int, place: Place, note: str) -> None:
+        """Report a finding of this chain."""
+        self._report(Finding(cls, self.origin, seq, place, note, self._chain))
+
+    def begin_at(self, first_seq: int) -> None:
+        """Take the next record at its word: what lies before it is not looked at."""
+        self._low = self._high = first_seq
+        self._macs = None
+        self.started_at = first_seq
+
+    def start_segment(self, first_seq: int) -> None:
+        """A segment file begins; its name says `first_seq`."""
+        self._segment_lines = 0
+        self._segment_first = first_seq
+        self._segments += 1
+        self.ids = Ids()
+
+    def feed(self, raw: bytes, place: Place) -> None:
+        """Take one stored line."""
+        line = parse_line(raw)
+        self._segment_lines += 1
+        if isinstance(line, Fault):
+            self.find(line.cls, self._high, place, line.note)
+            self._distrust(line.records, line.mac)
+        else:
+            self._take(line, place)
+
+    def _distrust(self, records: int, mac: str | None) -> None:
+        self._high += records
+        if mac is None:
+            self._macs = None
+        elif self._macs is not None:
+            self._macs.add(mac)
+
+    def _take(self, line: Line, place: Place) -> None:
+        record = line.record
+        if not self._content_holds(line, place):
+            self._distrust(1, line.mac)
+            return
+        if not self.origin:
+            self.origin = record["origin"]
+        seq: int = record["seq"]
+        if record["v"] != 1:
+            self.find("version_unknown", seq, place, f"version {record['v']}")
+        # The name of the file is judged before what the record's place in the chain is.
+        if self._segment_lines == 1 and seq != self._segment_first and seq == self._high:
+            self.find("malformed", seq, place, f"the file's name says {self._segment_first}")
+        linked = self._macs is None or record["prev"] in self._macs
+        if seq < self._low:
+            self._take_again(line, place)
+            return
+        gap = seq > self._high
+        if gap:
+            self._find_gap(seq, place)
+        if not linked:
+            self.find("link_mismatch", seq, place, "prev is not the MAC of the record before")
+        if record["origin"] != self.origin:
+            self.find("link_mismatch", seq, place, "the record is of another chain")
+        if record["v"] == 1:
+            self._check_times(record, seq, place, after_gap=gap)
+            self._check_kind(line, seq, place)
+        self._low = self._high = seq + 1
+        self._macs = {line.mac}
+        self._last_mac = line.mac
+        self.records += 1
+
+    def _find_gap(self, seq: int, place: Place) -> None:
+        missing = f"{self._high} to {seq - 1} missing" if seq - 1 > self._high else "one missing"
+        if self.records == 0 and self._high == 0:
+            # Pruning may explain it; the directory knows at its end.
+            self.started_at, self.start_place = seq, place
+            self._macs = None
+            return
+        self.find("gap", self._high, place, missing)
+
+    def _take_again(self, line: Line, place: Place) -> None:
+        seq = line.record["seq"]
+        if seq == self._low - 1 and line.mac != self._last_mac:
+            self.find("fork", seq, place, "two different records with this seq")
+            return
+        self.find("duplicate_seq", seq, place, f"where {self._high} should be")
+        if self._macs is not None and line.record["prev"] not in self._macs:
+            self.find("link_mismatch", seq, place, "prev is not the MAC of the record before")
+
+    def _content_holds(self, line: Line, place: Place) -> bool:
+        if self._keys is None:
+            return True
+        record = line.record
+        key_id = record["key_id"]
+        hmac = self._keys.hmac(key_id, record["origin"])
+        if hmac is None:
+            if key_id not in self._unknown_keys:
+                if len(self._unknown_keys) < _HMACS_KEPT:
+                    self._unknown_keys.add(key_id)
+                seq = record["seq"] if self._low <= record["seq"] else self._high
+                self.find("key_unknown", seq, place, f"no key {canonical.clean_text(key_id, 80)}")
+            return True
+        if hmac.hex(bytes.fromhex(record["prev"]) + line.data) == line.mac:
+            return True
+        self.find("content_mismatch", self._high, place, "the MAC does not fit the record")
+        return False
+
+    def _check_times(
+        self, record: dict[str, Any], seq: int, place: Place, *, after_gap: bool
+    ) -> None:
+        wall_ns, mono_ns = int(record["wall_ns"]), int(record["mono_ns"])
+        if self.records:
+            if wall_ns < self.last_wall_ns or mono_ns < self._last_mono_ns:
+                which = "wall" if wall_ns < self.last_wall_ns else "monotonic"
+                self.find("clock_backwards", seq, place, f"the {which} clock went back")
+            quiet_ns = mono_ns - self._last_mono_ns
+            limit_ns = self.heartbeat_ns * HEARTBEAT_TOLERANCE
+            # A `lost` record says itself why nothing could be written before it.
+            if limit_ns and quiet_ns > limit_ns and not after_gap and record["kind"] != "lost":
+                self.find("heartbeat_missing", seq, place, f"nothing for {quiet_ns // 10**9} s")
+        self.last_wall_ns, self._last_mono_ns = wall_ns, mono_ns
+
+    def _check_kind(self, line: Line, seq: int, place: Place) -> None:
+        record, kind = line.record, line.record["kind"]
+        first = self._segment_lines == 1
+        if self.closed and kind != "checkpoint":
+            self.find("malformed", seq, place, "a record behind closed")
+        if (kind == "genesis") != (seq == 0):
+            self.find("malformed", seq, place, "genesis is seq 0, and seq 0 is genesis")
+        if (kind == "segment_start") != (first and seq != 0):
+            self.find("malformed", seq, place, "a segment begins with segment_start, once")
+        if self._segment_ended and not first:
+            self.find("malformed", seq, place, "a record behind segment_end")
+        if first and self._segments > 1 and not (self._segment_ended or "sealed" in record):
+            self.find("malformed", seq, place, "the segment before has no segment_end")
+        self._segment_ended = kind == "segment_end"
+        if self._key_id and record["key_id"] != self._key_id:
+            self.find("content_mismatch", seq, place, "key_id changed without rotate")
+        self._key_id = record["key_id"]
+        if kind == "genesis":
+            self.genesis = record
+            self.heartbeat_ns = max(0, record["heartbeat_s"]) * 10**9
+        elif kind == "rotate":
+            self._check_rotate(line, seq, place)
+        elif kind == "pruned":
+            self.pruned.append((str(record.get("of_origin", self.origin)), record["upto"]))
+        if kind in ("segment_end", "closed"):
+            self.ids.sha256, self.ids.sha256_seq = record["ids_sha256"], seq
+        self.closed = self.closed or kind == "closed"
+        at, count = record.get("ids_at"), record.get("ids_n")
+        if type(at) is int and type(count) is int:
+            end = at + entry_bytes(min(max(count, 0), IDS_LIMIT))
+            if end > self.ids.end:
+                self.ids.end, self.ids.last_seq = end, seq
+
+    def _check_rotate(self, line: Line, seq: int, place: Place) -> None:
+        record = line.record
+        self._key_id = record["new_key_id"]
+        if self._keys is None:
+            return
+        hmac = self._keys.hmac(self._key_id, record["origin"])
+        if hmac is None:
+            return  # the next record says key_unknown
+        rest = {name: value for name, value in record.items() if name != "new_key_mac"}
+        message = bytes.fromhex(record["prev"]) + canonical.encode(rest)
+        if hmac.hex(message) != record["new_key_mac"]:
+            self.find("content_mismatch", seq, place, "new_key_mac does not fit")

@@ -1,0 +1,202 @@
+"""`tongguan audit`: verify chains, show a record."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.audit.check import MacKeys
+    from proxy.audit.findings import Result
+    from proxy.keys.file import KeyFile
+
+_SHOWN_FINDINGS = 20
+_SHOWN_CHAINS = 20
+NOT_FOUND = 1
+CONTENT_MISMATCH = 13
+
+
+@click.group()
+def audit() -> None:
+    """Check what the sidecar wrote down about each request.
+
+    \b
+    tongguan audit verify DIR --keys auditor.json    is anything changed or missing?
+    tongguan audit show DIR --trace-id ID            what happened to one request?
+
+    DIR is the audit directory (setting audit.dir), a copy of it, or one chain in it. Both commands
+    only read, and work while the sidecar writes.
+    """  # noqa: D301 - \\b is click's mark
+
+
+@audit.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--keys", "keys_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Key file with the chain seeds (auditor.json or sidecar.json).")  # fmt: skip
+@click.option("--live", is_flag=True, help="Also demand that open chains are fresh right now.")
+@click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(
+    directory: Path, keys_file: Path | None, live: bool, since: str | None, as_json: bool
+) -> None:
+    """Say whether the chains in DIR are whole and unaltered.
+
+    Without --keys only form and links are checked: the best verdict is then ok_public. A chain that
+    a running sidecar holds is open, which is fine.
+
+    \b
+    Exit codes:
+      0  ok, ok_public                 16 key_unknown
+      2  wrong use                     17 malformed
+      3  io_error                      18 half_line
+      10 truncated                     19 two_records_one_line
+      11 gap                           20 version_unknown
+      12 duplicate_seq                 21 checkpoint_mismatch
+      13 content_mismatch              22 fork
+      14 link_mismatch                 23 heartbeat_missing
+      15 unsigned_range
+
+    \b
+    tongguan audit verify /var/lib/tongguan/audit --keys auditor.json
+    tongguan audit verify copy/ --since 2026-01-01T00:00:00+08:00 --json
+    """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.verify import verify_directory
+
+    since_ns = _since_ns(since)
+    keys = _mac_keys(_read_keys(keys_file, "--keys")) if keys_file else None
+    total = _bytes_in(directory)
+    show_progress = sys.stderr.isatty() and not as_json and total > 1 << 20
+
+    def run(progress: Callable[[int], None]) -> Result:
+        return verify_directory(
+            directory,
+            keys,
+            live_now_ns=time.time_ns() if live else None,
+            since_ns=since_ns,
+            progress=progress,
+        )
+
+    if show_progress:
+        with click.progressbar(length=total, label="verifying", file=sys.stderr) as bar:
+            result = run(bar.update)
+    else:
+        result = run(lambda _done: None)
+    if as_json:
+        click.echo(orjson.dumps(result.public(), option=orjson.OPT_INDENT_2))
+    else:
+        _print(result)
+    sys.exit(result.exit_code)
+
+
+@audit.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--trace-id", required=True, metavar="ID", help="The X-Trace-Id of the answer.")
+@click.option("--auditor-key", metavar="FILE", type=click.Path(path_type=Path),
+              help="auditor.json: checks the MAC and opens the token ids.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool) -> None:
+    """Print the record of one request, and its token ids if you are the auditor.
+
+    \b
+    Exit codes: 0 found, 1 no such record, 2 wrong use, 3 cannot read,
+    13 the record's MAC or its token ids do not hold.
+    """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.show import find_record
+
+    key_file = _read_keys(auditor_key, "--auditor-key") if auditor_key else None
+    private = key_file.auditor_private if key_file else None
+    if key_file and private is None:
+        raise click.BadParameter(
+            "the file has no auditor's private key; it is in auditor.json",
+            param_hint="--auditor-key",
+        )
+    try:
+        shown = find_record(directory, trace_id, _mac_keys(key_file) if key_file else None, private)
+    except OSError as problem:
+        _fail(f"cannot read {directory}: {problem.strerror}", 3)
+    if shown is None:
+        _fail(f"no request with trace id {trace_id} in {directory}", NOT_FOUND)
+    if as_json:
+        click.echo(orjson.dumps(shown.public(), option=orjson.OPT_INDENT_2))
+    else:
+        click.echo(orjson.dumps(shown.record, option=orjson.OPT_INDENT_2))
+        click.echo(f"\nin {shown.file} at byte {shown.offset}; MAC {shown.mac}")
+        if shown.ids is not None:
+            click.echo(f"token ids: {' '.join(map(str, shown.ids))}")
+        click.secho(f"token ids: {shown.ids_note}", fg=None if shown.ids_hold else "red")
+    if shown.mac == "mismatch" or not shown.ids_hold:
+        sys.exit(CONTENT_MISMATCH)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.secho(message, fg="red", err=True)
+    sys.exit(code)
+
+
+def _read_keys(path: Path, option: str) -> KeyFile:
+    from proxy.keys.file import KeyFileError, read
+
+    try:
+        return read(path)
+    except KeyFileError as problem:
+        raise click.BadParameter(str(problem), param_hint=option) from None
+    except OSError as problem:
+        raise click.BadParameter(f"{path}: {problem.strerror}", param_hint=option) from None
+
+
+def _mac_keys(key_file: KeyFile) -> MacKeys:
+    from proxy.audit.check import MacKeys
+
+    return MacKeys(dict(key_file.chain_seeds))
+
+
+def _since_ns(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise click.BadParameter(
+            "expected RFC 3339 with an offset, such as 2026-01-31T08:00:00+08:00",
+            param_hint="--since",
+        )
+    return int(moment.timestamp()) * 10**9
+
+
+def _bytes_in(directory: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
+    except OSError:
+        return 0  # the check says what cannot be read
+
+
+def _print(result: Result) -> None:
+    public = result.public()
+    first = result.first
+    good = result.exit_code == 0
+    click.secho(f"audit {result.verdict}", fg="green" if good else "red", bold=True)
+    if first is not None:
+        click.echo(f"  first at seq {first.seq} of {first.origin or 'an unknown chain'}")
+    macs = "checked" if result.mac_checked else "not checked (give --keys)"
+    click.echo(f"  {len(result.chains)} chains, {result.records} records; MACs {macs}")
+    click.echo("  signed to: none; witnessed to: none")
+    for chain in result.chains[-_SHOWN_CHAINS:]:
+        click.echo(f"  chain {chain.dir}: {chain.records} records, {chain.end}")
+    if len(result.chains) > _SHOWN_CHAINS:
+        click.echo(f"  (the last {_SHOWN_CHAINS} chains are shown; --json gives all)")
+    for finding in public["findings"][:_SHOWN_FINDINGS]:
+        where = f"{finding['file']} byte {finding['offset']}"
+        click.echo(f"  {finding['class']} seq {finding['seq']}: {finding['note']} ({where})")
+    hidden = len(public["findings"]) - _SHOWN_FINDINGS + result.omitted
+    if hidden > 0:
+        click.echo(f"  and {hidden} more findings")

@@ -1,0 +1,136 @@
+"""What a verifier can find: classes, their order, exit codes, and the result.
+
+Pure. The exit codes are API (docs/audit.md, "Exit codes").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FINDINGS_KEPT = 1000
+
+# Classes with their exit codes; ok_public is the verdict where no MAC key was given.
+EXIT_CODES = {
+    "ok": 0,
+    "ok_public": 0,
+    "clock_backwards": 0,
+    "io_error": 3,
+    "truncated": 10,
+    "gap": 11,
+    "duplicate_seq": 12,
+    "content_mismatch": 13,
+    "link_mismatch": 14,
+    "unsigned_range": 15,
+    "key_unknown": 16,
+    "malformed": 17,
+    "half_line": 18,
+    "two_records_one_line": 19,
+    "version_unknown": 20,
+    "checkpoint_mismatch": 21,
+    "fork": 22,
+    "heartbeat_missing": 23,
+}
+INFORMATION = frozenset({"clock_backwards"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the directory: file (relative), byte offset of the line."""
+
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding. `chain` is the chain's place in the order of the directory."""
+
+    cls: str
+    origin: str
+    seq: int
+    place: Place
+    note: str
+    chain: int
+
+    def public(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "class": self.cls,
+            "origin": self.origin,
+            "seq": self.seq,
+            "file": self.place.file,
+            "offset": self.place.offset,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """One chain as it was seen: `end` is closed, sealed, open, truncated or skipped."""
+
+    dir: str
+    origin: str
+    records: int
+    end: str
+
+    def public(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"dir": self.dir, "origin": self.origin, "records": self.records, "end": self.end}
+
+
+@dataclass(slots=True)
+class Result:
+    """What a verification gives: the first `FINDINGS_KEPT` findings, and all of the verdict."""
+
+    mac_checked: bool
+    findings: list[Finding] = field(default_factory=list)
+    omitted: int = 0
+    chains: list[ChainEnd] = field(default_factory=list)
+    records: int = 0
+    _first: tuple[tuple[bool, int, int], Finding] | None = None
+
+    def add(self, finding: Finding) -> None:
+        """Take a finding."""
+        if finding.cls not in INFORMATION:
+            rank = (finding.cls == "truncated", finding.chain, finding.seq)
+            if self._first is None or rank < self._first[0]:
+                self._first = rank, finding
+        if len(self.findings) < FINDINGS_KEPT:
+            self.findings.append(finding)
+        else:
+            self.omitted += 1
+
+    @property
+    def first(self) -> Finding | None:
+        """The finding the verdict is of: first by (chain, seq), truncated behind all others."""
+        return self._first[1] if self._first else None
+
+    @property
+    def verdict(self) -> str:
+        """The class of the verdict."""
+        if self._first:
+            return self._first[1].cls
+        return "ok" if self.mac_checked else "ok_public"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the verdict."""
+        return EXIT_CODES[self.verdict]
+
+    def public(self) -> dict[str, Any]:
+        """Return the JSON form: findings by (chain, seq), truncated last."""
+        first = self.first
+        ordered = sorted(self.findings, key=lambda f: (f.cls == "truncated", f.chain, f.seq))
+        return {
+            "verdict": self.verdict,
+            "origin": first.origin if first else None,
+            "seq": first.seq if first else None,
+            "findings": [finding.public() for finding in ordered],
+            "findings_omitted": self.omitted,
+            "mac_checked": self.mac_checked,
+            "signed_to": None,
+            "witnessed_to": None,
+            "records": self.records,
+            "chains": [chain.public() for chain in self.chains],
+        }
