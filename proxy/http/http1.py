@@ -162,6 +162,9 @@ _END_TO_END = frozenset(
 # Options that need no look at the other fields: they name none, or one that is dropped anyway.
 _PLAIN_OPTIONS = frozenset((b"close", *_HOP))
 
+# What nearly every peer sends, read without a split: whether the connection is kept.
+_PLAIN_CONNECTION = {b"keep-alive": True, b"Keep-Alive": True, b"close": False, b"Close": False}
+
 _LEARNED_MAX = 1024
 _LEARNED_NAME_MAX = 64
 
@@ -289,7 +292,9 @@ def parse_request(buffer: Buffer, limits: HeadLimits, start: int = 0) -> Request
     keep_alive = minor == 1
     upgrade = None
     connection = fields.get(b"connection")
-    if connection is not None:
+    if connection is not None and (plain := _PLAIN_CONNECTION.get(connection)) is not None:
+        keep_alive = plain
+    elif connection is not None:
         options = _options(connection)
         keep_alive = b"close" not in options and (minor == 1 or b"keep-alive" in options)
         if not options <= _PLAIN_OPTIONS:
@@ -342,7 +347,9 @@ def parse_response(
     keep_alive = minor == 1
     upgrade = None
     connection = fields.get(b"connection")
-    if connection is not None:
+    if connection is not None and (plain := _PLAIN_CONNECTION.get(connection)) is not None:
+        keep_alive = plain
+    elif connection is not None:
         options = _options(connection)
         keep_alive = b"close" not in options and (minor == 1 or b"keep-alive" in options)
         if not options <= _PLAIN_OPTIONS:

@@ -74,18 +74,22 @@ class EventSplitter:
         if self.lost:
             self._tail = (self._tail + data)[-4:]
             return [data]
-        # The usual case: whole events with LF, nothing left of the feed before.
-        if (
-            not self._pending
-            and data[-2:] == b"\n\n"
-            and b"\r" not in data
-            and len(data) <= self._event_bytes
-        ):
-            if data.find(b"\n\n") + 2 == len(data):
-                return [data]
-            events = data.split(b"\n\n")
-            if not events.pop():
-                return [event + b"\n\n" for event in events]
+        # The usual cases: whole events with LF, or with CR LF, nothing left of the feed before.
+        if not self._pending and len(data) <= self._event_bytes:
+            blank = b""
+            if data[-2:] == b"\n\n":
+                if b"\r" not in data:
+                    blank = b"\n\n"
+            elif data[-4:] == b"\r\n\r\n":
+                ends = data.count(b"\r\n")
+                if data.count(b"\r") == ends and data.count(b"\n") == ends:
+                    blank = b"\r\n\r\n"
+            if blank:
+                if data.find(blank) + len(blank) == len(data):
+                    return [data]
+                events = data.split(blank)
+                if not events.pop():
+                    return [event + blank for event in events]
         return self._search(data)
 
     def _search(self, data: bytes) -> list[bytes]:
@@ -279,8 +283,11 @@ class StreamObserver:
 def _payload(event: bytes) -> tuple[bytes | None, int]:
     """Return an event's data and where it begins in the event (-1: on more than one line)."""
     if event[:6] == b"data: ":
-        end = len(event) - 2
-        if event.find(b"\n") == end and b"\r" not in event:
+        end = event.find(b"\n")
+        if end == len(event) - 2 and b"\r" not in event:
+            return event[6:end], 6
+        end = event.find(b"\r")
+        if end == len(event) - 4 and event[end:] == b"\r\n\r\n" and b"\n" not in event[6:end]:
             return event[6:end], 6
     lines = list(_DATA.finditer(event))
     if not lines:
