@@ -28,6 +28,7 @@ LONG_FILES: dict[str, str] = {}
 # Files that may be larger, each with the reason.
 LARGE_FILES: dict[str, str] = {}
 # The shells' tops: the only places where any error at all is caught (connection, task, command).
+# Elsewhere it takes a reason on the line: `# noqa: BLE001 - <why>`.
 SHELLS = {
     "proxy/__main__.py": "the process",
     "proxy/server.py": "one connection",
@@ -35,6 +36,8 @@ SHELLS = {
     "proxy/cli.py": "one command",
     "proxy/audit/writer.py": "the writer thread",
     "agent/__main__.py": "the process",
+    "agent/admin.py": "the admin thread",
+    "agent/lifecycle.py": "the loading thread",
     "agent/api.py": "one request",
     "agent/cli.py": "one command",
     "agent/up.py": "the command",
@@ -51,7 +54,7 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill"}
 # Hosts a file may name: loopback and reserved names apart, the licence's and the schemas'.
 HOSTS = {"www.apache.org", "json-schema.org", "www.w3.org", "keepachangelog.com", "semver.org"}
 SECRET_NAMES = {
-    "key", "secret", "plaintext", "prompt", "prompts", "messages", "content", "body", "payload",
+    "secret", "plaintext", "prompt", "prompts", "messages", "content", "body", "payload",
     "password", "authorization", "private", "seed", "token", "tokens", "answer",
 }  # fmt: skip
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -73,8 +76,8 @@ def line_length(_path: str, text: str) -> Iterator[Finding]:
 
 def promises(_path: str, text: str) -> Iterator[Finding]:
     sign = re.compile(
-        r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b"
-        r"|mark\.skip\b(?!if)|pytest\.skip\(\s*\)|assert True\b"
+        r"\b(TODO|FIXME|XXX|HACK)\b|(?<!except )\bNotImplementedError\b"
+        r"|mark\.skip\b(?!\(\s*reason=)|pytest\.skip\(\s*\)|assert True\b"
     )
     for number, line in enumerate(text.splitlines(), 1):
         if found := sign.search(line):
@@ -116,9 +119,9 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def excused(text: str, node: ast.AST) -> bool:
+def excused(text: str, node: ast.AST, sign: str = "# tidy: ") -> bool:
     first, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", 1)
-    return any("# tidy: " in line for line in text.splitlines()[first - 1 : last])
+    return any(sign in line for line in text.splitlines()[first - 1 : last])
 
 
 def prints(_path: str, text: str) -> Iterator[Finding]:
@@ -156,12 +159,14 @@ def _texts(node: ast.AST) -> Iterator[ast.AST]:
             yield from (word.value for word in node.keywords)
 
 
-def leaked_secrets(_path: str, text: str) -> Iterator[Finding]:
+def leaked_secrets(path: str, text: str) -> Iterator[Finding]:
+    # In the agent a `key` is a name in a model file.
+    secrets = SECRET_NAMES if path.startswith("agent/") else SECRET_NAMES | {"key"}
     for node in ast.walk(parsed(text)):
         for value in _texts(node):
             for shown in _shown(value):
                 name = dotted(shown).rsplit(".", 1)[-1].lstrip("_").lower()
-                if name in SECRET_NAMES and not excused(text, node):
+                if name in secrets and not excused(text, node):
                     line = getattr(shown, "lineno", getattr(node, "lineno", 1))
                     yield line, f"a log line or message shows `{name}`; a hash or a length will do"
 
@@ -212,8 +217,8 @@ def broad_except(path: str, text: str) -> Iterator[Finding]:
         )
         last = node.body[-1]
         raised_again = isinstance(last, ast.Raise) and last.exc is None
-        if broad and not raised_again and not excused(text, node):
-            yield node.lineno, "catches everything outside the shells' tops"
+        if broad and not raised_again and not excused(text, node, "# noqa: BLE001 - "):
+            yield node.lineno, "catches everything outside the shells' tops, and does not say why"
 
 
 def _imports(text: str) -> Iterator[tuple[int, str]]:
@@ -248,7 +253,13 @@ def cannot_fail(_path: str, text: str) -> Iterator[Finding]:
             parts = list(ast.walk(node))
             calls = [ast.unparse(p.func).lower() for p in parts if isinstance(p, ast.Call)]
             judged = any(isinstance(part, ast.Assert | ast.Raise) for part in parts)
-            if not judged and not any(word in call for call in calls for word in words):
+            # A property over drawn inputs fails by any exception that it does not expect.
+            drawn = any("given" in ast.unparse(mark) for mark in node.decorator_list)
+            if (
+                not judged
+                and not drawn
+                and not any(word in call for call in calls for word in words)
+            ):
                 yield node.lineno, f"nothing can fail in {node.name}"
 
 
@@ -268,7 +279,7 @@ def _rooms(path: str) -> bool:
 
 
 def _proxy_data_path(path: str) -> bool:
-    commands = path.endswith(("cli.py", "proxy/ask.py"))
+    commands = path.endswith(("cli.py", "proxy/ask.py", "proxy/__main__.py"))
     return path.startswith("proxy/") and path.endswith(".py") and not commands
 
 
@@ -296,6 +307,7 @@ BAD: list[tuple[Check, str, str]] = [
     (line_length, "proxy/a.py", "x = 1  # " + "long " * 30),
     (promises, "proxy/a.py", "def f():\n    raise NotImplementedError\n"),
     (promises, "tests/test_a.py", "@pytest.mark.skip\ndef test_a(): ...\n"),
+    (promises, "tests/test_a.py", "@pytest.mark.skip()\ndef test_a(): ...\n"),
     (file_length, "proxy/a.py", "x = 1\n" * (FILE_LINES_MAX + 1)),
     (machine_paths, "docs/a.md", "see /home/me/tongguan"),
     (foreign_hosts, "docs/a.md", "get it from https://packages.somewhere.io/simple"),
@@ -317,6 +329,12 @@ BAD: list[tuple[Check, str, str]] = [
 ]
 
 GOOD: list[tuple[Check, str, str]] = [
+    (
+        promises,
+        "tests/test_a.py",
+        '@pytest.mark.skip(reason="capability: a GPU")\ndef test_a(): ...',
+    ),
+    (leaked_secrets, "agent/a.py", "raise ModelFileError(f'no {key}')"),
     (leaked_secrets, "proxy/a.py", "raise ValueError(f'{len(key)} bytes, kid {kid}')"),
     (ownerless_tasks, "proxy/a.py", "task_group.create_task(f())"),
     (environment_at_import, "proxy/a.py", "import os\ndef f():\n    return os.environ\n"),
