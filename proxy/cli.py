@@ -43,6 +43,15 @@ class Rooms(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; a library that is not installed is one line, not a traceback."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as problem:
+            name = ctx.invoked_subcommand
+            click.echo(f"tongguan: not in this image: {name} needs {problem.name}", err=True)
+            raise SystemExit(EXIT_NOT_HERE) from None
+
 
 def _absent(name: str, module: str) -> click.Command:
     text = f"not in this image: {name} needs {module}"

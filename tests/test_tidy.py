@@ -28,7 +28,7 @@ LONG_FILES: dict[str, str] = {}
 # Files that may be larger, each with the reason.
 LARGE_FILES: dict[str, str] = {}
 # The shells' tops: the only places where any error at all is caught (connection, task, command).
-# Elsewhere it takes a reason on the line: `# noqa: BLE001 - <why>`.
+# Elsewhere the line's exemption from BLE001 has to say why, after a dash.
 SHELLS = {
     "proxy/__main__.py": "the process",
     "proxy/server.py": "one connection",
