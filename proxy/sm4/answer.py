@@ -197,6 +197,8 @@ class AnswerOpener:
         if self._cipher is not None:
             if not self._ended:
                 raise EnvelopeError("truncated")
+            if self._sse is not None:
+                self._sse.finish()
             return b""
         if len(self._buffer) < header.length:
             raise EnvelopeError("truncated")

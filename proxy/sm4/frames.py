@@ -192,6 +192,11 @@ class SseFrames:
         if len(self._buffer) > _SSE_LINE_MAX + 1:
             raise EnvelopeError("bad_carrier")
 
+    def finish(self) -> None:
+        """Check at the end of the HTTP body that nothing but a comment follows the last frame."""
+        if self._ended and self._buffer.rstrip(b"\r") and not self._buffer.startswith(b":"):
+            raise EnvelopeError("trailing_data")
+
     def _line(self, line: bytes) -> bytes | tuple[bytes, bool] | None:
         if line.startswith(b":"):
             return None
