@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -33,8 +34,8 @@ def agent(config_path: str | None) -> None:
     docs/agent.md lists them. The API listens at once and answers 503 until the model is loaded.
 
     \b
-    Exit codes: 0 stopped by a signal; 1 an address is taken or the model cannot be loaded;
-    2 a setting is wrong.
+    Exit codes: 0 stopped by a signal; 1 the model cannot be loaded; 2 a setting is wrong;
+    3 an address or the token file cannot be used.
     """
     from agent.config import read
     from agent.lifecycle import EXIT_SETTINGS, log_to_stderr, serve
@@ -51,6 +52,73 @@ def agent(config_path: str | None) -> None:
 
 
 def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
-    from agent.engine.load import load_engine
+    import torch
 
-    return load_engine(settings, report)
+    from agent.engine.load import KV_TOKENS, load_engine
+
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return load_engine(
+        settings.model or None,
+        device=device,
+        threads=settings.threads,
+        dtype=dtype,
+        max_sequences=settings.max_sequences,
+        max_waiting=settings.queue,
+        kv_tokens=settings.kv_tokens or KV_TOKENS,
+        on_progress=report,
+    )
+
+
+@click.command()
+@click.option("--oneshot", is_flag=True, help="Stop after the answer; exit 0 only if it verified.")
+@click.option("--ask", "question", help="What to ask.  [default: the capital of France]")
+@click.option(
+    "--state",
+    default=".tongguan",
+    show_default=True,
+    envvar="TONGGUAN_UP_STATE",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keys, settings, logs and audit chains; made when absent, else used again.",
+)
+@click.option(
+    "--base-port",
+    type=click.IntRange(1, 65535 - 190),
+    envvar="TONGGUAN_UP_BASE_PORT",
+    help="Five ports: this + 80 app, 81 SM4, 90 admin, 100 agent, 190 agent admin.  "
+    "[default: 14000, or what the settings say]",
+)
+@click.option(
+    "--ready-s",
+    default=180.0,
+    show_default=True,
+    envvar="TONGGUAN_UP_READY_S",
+    type=click.FloatRange(min=1),
+    help="Seconds until both must be ready.",
+)
+def up(
+    oneshot: bool, question: str | None, state: Path, base_port: int | None, ready_s: float
+) -> None:
+    r"""Start an agent and a sidecar here, ask one question over the SM4 channel, verify the record.
+
+    Then serve until Ctrl-C. A second run uses the same keys, settings and chains.
+
+    \b
+    Exit codes: 0 the answer came, the audit verified, both ended cleanly; 1 one of these failed;
+    2 a setting is wrong; 3 a port, a file or another `up` is in the way; 130 interrupted before
+    the answer.
+    """
+    from agent.up import QUESTION, run
+
+    code = run(
+        state=state,
+        base_port=base_port,
+        question=question or QUESTION,
+        oneshot=oneshot,
+        ready_s=ready_s,
+    )
+    sys.exit(code)

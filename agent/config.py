@@ -48,10 +48,15 @@ class Agent:
     model: str = setting("", "GGUF file or Hugging Face folder; empty: the default model package")
     model_names: tuple[str, ...] = setting((), "names the model is served under; the first shows")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs")
-    threads: int = setting(0, "compute threads; 0: one per usable core", ge=0, le=1024)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "type of the weights; auto: float32 on a CPU, bfloat16 on a GPU"
+    )
+    threads: int = setting(0, "compute threads; 0: torch's choice", ge=0, le=1024)
     max_sequences: int = setting(16, "requests generated together", ge=1, le=1024)
-    kv_tokens: int = setting(0, "tokens the KV cache holds, all requests; 0: engine's choice", ge=0)
-    queue: int = setting(256, "requests that wait for a place; beyond it 503 queue_full", ge=0)
+    kv_tokens: int = setting(
+        0, "tokens in the KV cache, all requests; it bounds one, too; 0: engine's choice", ge=0
+    )
+    queue: int = setting(256, "requests that wait for a place; beyond it 503 queue_full", ge=1)
 
     default_class: Literal["P0", "P1", "P2"] = setting(
         "P1", "class of a request whose X-QoS-Class is not believed"
@@ -134,11 +139,15 @@ def read(path: str | None, environ: Mapping[str, str]) -> Agent:
     return load(text, environ)
 
 
+class TokenError(Exception):
+    """The token file cannot be used; the message shows none of it."""
+
+
 def read_token(path: str) -> bytes:
     """Return the token in `path`; "" gives no token.
 
     The file may hold the bare token or a whole `Bearer …` value, so that one file can serve the
-    sidecar's `authorization_file` too. Raises `SettingsError` without showing any of it.
+    sidecar's `authorization_file` too. Raises `TokenError`.
     """
     if not path:
         return b""
@@ -147,10 +156,10 @@ def read_token(path: str) -> bytes:
         mode = file.stat().st_mode
         token = file.read_bytes().strip()
     except OSError as problem:
-        raise SettingsError([f"agent.token_file: {problem}"]) from None
+        raise TokenError(f"agent.token_file: {path}: {problem.strerror}") from None
     if mode & 0o007:
-        raise SettingsError([f"agent.token_file: {path}: others may read it; chmod 600 it"])
+        raise TokenError(f"agent.token_file: {path}: others may read it; chmod 600 it")
     token = token.removeprefix(b"Bearer ").strip()
     if len(token) < 16 or not token.isascii() or any(c <= 0x20 for c in token):
-        raise SettingsError([f"agent.token_file: {path}: expected one token of 16 bytes or more"])
+        raise TokenError(f"agent.token_file: {path}: expected one token of 16 bytes or more")
     return token

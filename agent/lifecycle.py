@@ -26,12 +26,11 @@ import uvloop
 
 from agent.admin import AdminThread
 from agent.api import Api
-from agent.config import Agent, read_token
+from agent.config import Agent, TokenError, read_token
 from agent.engine.types import Engine, EngineError
 from agent.listen import HEAD_BYTES, DoorLimits, ListenError, door, open_tcp, open_unix
 from agent.metrics import Metrics
 from agent.node import Node
-from proxy.config import SettingsError
 
 if TYPE_CHECKING:
     import socket
@@ -41,6 +40,7 @@ log = logging.getLogger("tongguan.agent")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
+EXIT_IO = 3
 # After grace a running request has this long to write its error ending.
 _LAST_WORDS_S = 2
 
@@ -81,12 +81,12 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         sockets = list(opened)
         if settings.admin:
             opened.append(open_tcp(settings.admin, "agent.admin", settings.backlog))
-    except (SettingsError, ListenError) as problem:
+    except (TokenError, ListenError) as problem:
         for sock in opened:
             sock.close()
         # A person's mistake, not ours: a line, no traceback.
         log.critical("%s", problem)
-        return EXIT_SETTINGS if isinstance(problem, SettingsError) else EXIT_FAILED
+        return EXIT_IO
 
     node = Node(time.monotonic_ns())
     metrics = Metrics(node)
@@ -172,7 +172,7 @@ def _load(run: _Run, loop: asyncio.AbstractEventLoop, load: Load, console: IO[st
     progress = _Progress(run.node, console)
     try:
         engine = load(run.settings, progress.report)
-    except EngineError as problem:
+    except (EngineError, ValueError) as problem:
         _post(loop, _on_failure, run, str(problem))
         return
     except Exception as problem:

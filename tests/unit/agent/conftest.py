@@ -139,6 +139,7 @@ class Served:
         self.thread = threading.Thread(target=asyncio.run, args=(self._run(sockets),))
         self.thread.start()
         assert self.started.wait(10)
+        self.connected = []
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
 
     async def _run(self, sockets):
@@ -148,6 +149,8 @@ class Served:
 
     def stop(self):
         self.client.close()
+        for sock in self.connected:
+            sock.close()
         self.server.should_exit = True
         self.server.force_exit = True
         self.thread.join(10)
@@ -161,6 +164,7 @@ class Served:
         if rcvbuf:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
         sock.settimeout(10)
+        self.connected.append(sock)
         sock.connect(("127.0.0.1", self.port))
         return sock
 

@@ -251,7 +251,8 @@ def test_a_class_is_believed_with_the_sidecars_token(start):
 
 def test_without_a_token_no_bearer_is_believed(start):
     client = start(token=b"").client
-    assert _class(client, **{"X-QoS-Class": "P0", "Authorization": "Bearer "}) == "P1"
+    for bearer in ("Bearer x", "Bearer", "x"):
+        assert _class(client, **{"X-QoS-Class": "P0", "Authorization": bearer}) == "P1"
 
 
 def test_a_class_is_believed_over_the_unix_socket(start, tmp_path):
