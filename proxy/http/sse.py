@@ -274,9 +274,11 @@ class StreamObserver:
             return event
         if OPTIONS in self._added and seen.choices == [] and isinstance(seen.usage, dict):
             return b""
-        if start < 0 or IDS not in self._added or b"token_ids" not in payload:
+        if start < 0 or IDS not in self._added:
             return event
         shorter = _without_ids(payload, seen)
+        if shorter is payload:
+            return event
         return event[:start] + shorter + event[start + len(payload) :]
 
 
@@ -303,6 +305,8 @@ def _without_ids(payload: bytes, seen: _Event) -> bytes:
     known = (seen.token_ids is not unset) + (seen.prompt_token_ids is not unset)
     for choice in seen.choices or ():
         known += (choice.token_ids is not unset) + (choice.prompt_token_ids is not unset)
+    if not known:
+        return payload
     if b"\\u" not in payload and payload.count(b'token_ids"') == known:
         shorter, cut = _ID_MEMBER.subn(b"", payload)
         if cut == known:

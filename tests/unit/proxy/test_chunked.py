@@ -3,10 +3,13 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.http.chunked import LAST_CHUNK, LINE_BYTES, ChunkError, ChunkReader, frame
+
+# Two shared cores: slow is no finding.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def read(data: bytes, step: int = 0):
@@ -127,7 +130,7 @@ def test_an_empty_payload_makes_no_chunk():
     assert frame(b"x" * 26) == b"1a\r\n" + b"x" * 26 + b"\r\n"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(UNHURRIED, max_examples=200)
 @given(
     st.lists(st.binary(min_size=1, max_size=40), max_size=6),
     st.lists(st.integers(0, 250), max_size=12),
@@ -153,7 +156,7 @@ NOISE = st.lists(
 ).map(b"".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(UNHURRIED, max_examples=400)
 @given(st.one_of(st.binary(max_size=80), NOISE), st.integers(1, 9))
 def test_any_bytes_end_the_same_whatever_the_split(data, step):
     def outcome(step):

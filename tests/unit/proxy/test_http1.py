@@ -1,10 +1,13 @@
 """Heads: what is taken, what is refused at once, which lines go on."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from proxy.http.http1 import HeadError, HeadLimits, parse_request, parse_response
+from proxy.http.http1 import _REQUEST, HeadError, HeadLimits, parse_request, parse_response
+
+# Two shared cores: slow is no finding.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 LIMITS = HeadLimits(head_bytes=65536, field_bytes=32768, fields=128)
 SMALL = HeadLimits(head_bytes=256, field_bytes=64, fields=4)
@@ -456,8 +459,6 @@ def test_head_is_found_at_an_offset_and_ends_before_the_body():
 
 
 def test_many_odd_names_leave_no_trace():
-    from proxy.http.http1 import _REQUEST
-
     for i in range(3000):
         request(b"X-%d: 1\r\n" % i)
     request(b"X" * 3000 + b": 1\r\n")
@@ -471,7 +472,7 @@ NAMES = st.sampled_from(
 VALUES = st.sampled_from([b"", b"x", b"5", b"chunked", b"close", b" a, b ", b"\xff", b"P0"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(UNHURRIED, max_examples=150)
 @given(
     st.sampled_from([b"GET / HTTP/1.1", b"POST /v1 HTTP/1.0", b"HEAD http://x/ HTTP/1.1"]),
     st.lists(st.tuples(NAMES, VALUES), max_size=6),
@@ -502,7 +503,7 @@ PIECES = st.lists(st.sampled_from(WORDS), max_size=30).map(b"".join)
 CODES = {"invalid_request", "headers_too_large", "method_not_allowed"}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(UNHURRIED, max_examples=400)
 @given(st.one_of(st.binary(max_size=200), PIECES, PIECES.map(lambda p: GET + p + b"\r\n\r\n")))
 @example(b"\r\n")
 @example(b"\r\n\r")
