@@ -14,6 +14,7 @@ import time
 
 import httpx
 import pytest
+
 from agent.api import Api
 from agent.config import Agent
 from agent.engine.types import (
@@ -44,6 +45,7 @@ class ByteTokenizer:
         return bytes(token_ids).decode()
 
     def apply_chat(self, messages, *, add_generation_prompt=True):
+        assert add_generation_prompt
         if any(m["content"] == "refuse" for m in messages):
             raise ChatTemplateError("roles must alternate")
         return self.encode("".join(m["role"][0] + m["content"] for m in messages))
@@ -77,8 +79,16 @@ class ScriptEngine:
         self.reset()
         self.tokenizer = ByteTokenizer()
         self.info = ModelInfo(
-            id="scripted", path="", architecture="none", context_length=CONTEXT, vocab_size=256,
-            layers=0, dtype="none", device="cpu", parameters=0, created=1_700_000_000,
+            id="scripted",
+            path="",
+            architecture="none",
+            context_length=CONTEXT,
+            vocab_size=256,
+            layers=0,
+            dtype="none",
+            device="cpu",
+            parameters=0,
+            created=1_700_000_000,
         )
 
     def reset(self):
@@ -187,9 +197,7 @@ def start(engine):
     running = []
 
     def serve(engine=engine, token=b"", unix_path=None, **settings):
-        served = Served(
-            dataclasses.replace(Agent(), **settings), engine, token, unix_path
-        )
+        served = Served(dataclasses.replace(Agent(), **settings), engine, token, unix_path)
         running.append(served)
         return served
 
