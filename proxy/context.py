@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy import trace
@@ -19,6 +19,7 @@ from proxy.exchange import PHASE_NAMES, Exchange
 from proxy.http.http1 import HeadLimits
 from proxy.metrics import Counters
 from proxy.observe import Observing
+from proxy.qos.classes import CLASSES, POOL_OF, classify
 from proxy.qos.pools import Endpoint, PoolState
 from proxy.sm4.receiver import Budget
 from proxy.upstream import Upstreams
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.clock import Clock
     from proxy.keys.provider import KeyProvider
     from proxy.observe import Observation
-    from proxy.qos.classes import PoolName, QosClass
+    from proxy.qos.classes import PoolName, QosClass, Verdict
     from proxy.server import Downstream
     from proxy.sm4.receiver import Receiver
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 ALARM_EVERY_NS = 60_000_000_000  # one line a minute for each reason and peer
 ALARMS_MAX = 4096
+TENANTS_MAX = 4096
 REPLAY_QUIET_NS = 5_000_000_000  # a client's own retry is no attack
 
 
@@ -54,6 +56,28 @@ class Times:
     request_total_ns: int
     keepalive_ns: int
     discard_ns: int
+
+
+@dataclass(slots=True)
+class Route:
+    """What a pool adds to a request's head; `authorization` is a whole field line, or empty."""
+
+    host: bytes
+    endpoint_host: bytes
+    authorization: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What a request of one tenant needs to know, looked up once.
+
+    `known` has the verdict of each plain header value, None the header's absence.
+    """
+
+    max_class: QosClass
+    prompt_key: bytes | None
+    known: dict[bytes | None, Verdict]
+    request_fields: dict[QosClass, bytes]  # X-QoS-Class and X-Tenant-Id as sent upstream
 
 
 class Context:
@@ -77,8 +101,7 @@ class Context:
         self.pool_settings = {name: getattr(settings.pools, name) for name in POOL_NAMES}
         self.pools: dict[PoolName, PoolState] = {}
         self.upstreams: dict[str, Upstreams] = {}
-        self.pool_hosts: dict[PoolName, bytes] = {}
-        self.pool_authorization: dict[PoolName, bytes] = dict.fromkeys(POOL_NAMES, b"")
+        self.routes: dict[PoolName, Route] = {}
         for name in POOL_NAMES:
             self._add_pool(name)
         self.connections: dict[str, set[Downstream]] = {"app": set(), "sealed": set()}
@@ -99,8 +122,15 @@ class Context:
         self._alarms: dict[tuple[str, str], tuple[int, int]] = {}
         # Span ids have to be unlike each other, not secret; seeded once by the system.
         self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
-        self._max_class: dict[str, QosClass] = {
-            name: tenant.max_class for name, tenant in settings.tenants.items()
+        self._tenants: dict[str, Tenant] = {}
+        self.inflight_bound: dict[QosClass, int] = {
+            "P0": settings.qos.p0.inflight,
+            "P1": settings.pools.shared.inflight,
+            "P2": settings.pools.best_effort.inflight,
+        }
+        self.answer_fields = {
+            qos: f"X-QoS-Class: {qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: ".encode()
+            for qos, pool in POOL_OF.items()
         }
 
     def _add_pool(self, name: PoolName) -> None:
@@ -116,17 +146,39 @@ class Context:
         )
         first = endpoints[0].address
         host = "localhost" if isinstance(first, str) else f"{first[0]}:{first[1]}"
-        self.pool_hosts[name] = host.encode()
+        self.routes[name] = Route(pool.host.encode(), host.encode())
 
     # -- facts a request asks for
 
-    def max_class(self, tenant: str) -> QosClass:
-        """Return the highest class a tenant may use; P0 is granted by name only."""
-        return self._max_class.get(tenant, "P1")
-
-    def prompt_key(self, tenant: str) -> bytes | None:
-        """Return the tenant's prompt key, None without a provider or for an unknown tenant."""
-        return None if self.keys is None else self.keys.prompt_key(tenant)
+    def tenant(self, name: str) -> Tenant:
+        """Return what is known of a tenant; P0 is granted by name only."""
+        found = self._tenants.get(name)
+        if found is not None:
+            return found
+        qos = self.settings.qos
+        row = self.settings.tenants.get(name)
+        max_class: QosClass = "P1" if row is None else row.max_class
+        values = (None, *(c.encode() for c in CLASSES), *(c.lower().encode() for c in CLASSES))
+        made = Tenant(
+            max_class=max_class,
+            prompt_key=None if self.keys is None else self.keys.prompt_key(name),
+            known={
+                value: classify(
+                    value,
+                    repeated=False,
+                    default=qos.default_class,
+                    reject_unknown=False,
+                    max_class=max_class,
+                )
+                for value in values
+            },
+            request_fields={
+                c: f"X-QoS-Class: {c}\r\nX-Tenant-Id: {name}\r\n".encode() for c in CLASSES
+            },
+        )
+        if len(self._tenants) < TENANTS_MAX:
+            self._tenants[name] = made
+        return made
 
     def traceparent(self, came: bytes | None) -> bytes:
         """Keep a valid traceparent, else make one."""
@@ -168,7 +220,7 @@ class Context:
             queue_us=times.get("queue"),
             first_byte_us=times.get("first_byte"),
             total_us=times["total"],
-            qos_asked=exchange.asked if exchange.capped else None,
+            qos_asked=exchange.asked or None,
             **observation.facts(),
         )
         audit.append("request", members, observation.token_ids)

@@ -110,7 +110,6 @@ class Exchange:
     __slots__ = (
         "answered_bytes",
         "asked",
-        "capped",
         "closed",
         "dispatch_ns",
         "door",
@@ -139,7 +138,6 @@ class Exchange:
         self.qos: QosClass = "P1"
         self.pool: PoolName = "shared"
         self.asked = ""
-        self.capped = False
         self.tenant = ""
         self.trace_id = ""
         self.traceparent = b""

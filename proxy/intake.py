@@ -13,7 +13,7 @@ from proxy.errors import RequestError
 from proxy.sm4.receiver import EnvelopeError
 
 if TYPE_CHECKING:
-    from proxy.context import Context
+    from proxy.context import Context, Tenant
     from proxy.exchange import Exchange
     from proxy.http.http1 import RequestHead
     from proxy.sm4.receiver import OpenedRequest, RequestOpener
@@ -116,35 +116,26 @@ class SealedRefusalError(RequestError):
 
 
 def request_head(
-    context: Context, exchange: Exchange, fields: dict[bytes, bytes], lines: bytes
+    context: Context,
+    exchange: Exchange,
+    tenant: Tenant,
+    fields: dict[bytes, bytes],
+    lines: bytes,
 ) -> bytes:
     """Return the head to send upstream, without its framing and its empty line."""
-    pool = context.pool_settings[exchange.pool]
-    host = pool.host.encode() or fields.get(b"host", b"localhost")
-    if exchange.door == "sealed":
-        host = pool.host.encode() or context.pool_hosts[exchange.pool]
-    exchange.traceparent = context.traceparent(fields.get(b"traceparent"))
-    parts = [
+    route = context.routes[exchange.pool]
+    sealed = exchange.door == "sealed"
+    host = route.host or (route.endpoint_host if sealed else fields.get(b"host", b"localhost"))
+    exchange.traceparent = traceparent = context.traceparent(fields.get(b"traceparent"))
+    head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%btraceparent: %b\r\n%b" % (
         exchange.method,
-        b" ",
         exchange.target,
-        b" HTTP/1.1\r\nHost: ",
         host,
-        b"\r\n",
         lines,
-        b"X-QoS-Class: ",
-        exchange.qos.encode(),
-        b"\r\ntraceparent: ",
-        exchange.traceparent,
-        b"\r\n",
-    ]
-    if exchange.door == "sealed":
-        parts += [b"X-Tenant-Id: ", exchange.tenant.encode(), b"\r\n"]
-        if b"tracestate" in fields:
-            parts += [b"tracestate: ", fields[b"tracestate"], b"\r\n"]
-    else:
-        parts += [b"X-Tenant-Id: ", exchange.tenant.encode(), b"\r\n"]
-    authorization = context.pool_authorization[exchange.pool]
-    if authorization:
-        parts += [b"Authorization: ", authorization, b"\r\n"]
-    return b"".join(parts)
+        tenant.request_fields[exchange.qos],
+        traceparent,
+        route.authorization,
+    )
+    if sealed and b"tracestate" in fields:
+        head += b"tracestate: %b\r\n" % fields[b"tracestate"]
+    return head

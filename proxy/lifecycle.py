@@ -83,7 +83,9 @@ class Sidecar:
                 raise StartError(_port_problem("doors.admin", doors.admin, problem)) from None
         for name in POOL_NAMES:
             file = context.pool_settings[name].authorization_file
-            context.pool_authorization[name] = _secret(file, f"pools.{name}.authorization_file")
+            secret = _secret(file, f"pools.{name}.authorization_file")
+            if secret:
+                context.routes[name].authorization = b"Authorization: " + secret + b"\r\n"
         keys = self._load_keys()
         context.keys = keys
         self._start_audit(keys)

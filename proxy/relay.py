@@ -21,11 +21,14 @@ from proxy.qos.classes import UnknownClassError, classify
 from proxy.replier import MESSAGES, Replier
 
 if TYPE_CHECKING:
-    from proxy.context import Context
+    from proxy.context import Context, Tenant
     from proxy.http.http1 import RequestHead, ResponseHead
     from proxy.qos.pools import Endpoint, PoolState
     from proxy.server import Downstream
     from proxy.upstream import UpstreamConnection
+
+
+NONE_TRIED: frozenset[str] = frozenset()
 
 
 class Relay:
@@ -48,6 +51,7 @@ class Relay:
         "_request",
         "_retried",
         "_streaming",
+        "_tenant",
         "_tried",
         "_upstream_chunked",
         "request_method",
@@ -73,7 +77,8 @@ class Relay:
         self._place: PoolState | None = None
         self._endpoint: Endpoint | None = None
         self._connection: UpstreamConnection | None = None
-        self._tried: frozenset[str] = frozenset()
+        self._tenant: Tenant | None = None
+        self._tried: frozenset[str] = NONE_TRIED
         self._retried = False
 
     # -- the request
@@ -96,29 +101,32 @@ class Relay:
 
     def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
         context, exchange = self._context, self._exchange
-        settings = context.settings.qos
         exchange.trace_id = context.trace_ids.next(context.clock.wall_ms())
-        try:
-            verdict = classify(
-                asked,
-                repeated=repeated,
-                default=settings.default_class,
-                reject_unknown=settings.on_unknown == "reject",
-                max_class=context.max_class(exchange.tenant),
-            )
-        except UnknownClassError as problem:
-            raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
-        exchange.qos, exchange.pool, exchange.capped = verdict.qos, verdict.pool, verdict.capped
+        tenant = self._tenant = context.tenant(exchange.tenant)
+        verdict = tenant.known.get(asked)
+        if verdict is None or repeated:
+            settings = context.settings.qos
+            try:
+                verdict = classify(
+                    asked,
+                    repeated=repeated,
+                    default=settings.default_class,
+                    reject_unknown=settings.on_unknown == "reject",
+                    max_class=tenant.max_class,
+                )
+            except UnknownClassError as problem:
+                raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
+        qos = exchange.qos = verdict.qos
+        exchange.pool = verdict.pool
         if verdict.capped:
             exchange.asked = "P0" if asked is None else asked.decode("latin-1").upper()
-        self._observation.use_key(context.prompt_key(exchange.tenant))
-        context.counters.started[verdict.qos] += 1
+        self._observation.use_key(tenant.prompt_key)
+        context.counters.started[qos] += 1
         if context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
         pool = context.pools[verdict.pool]
-        bound = settings.p0.inflight if verdict.qos == "P0" else pool.inflight_max
-        if pool.inflight >= bound or not pool.admit():
-            context.counters.queue_full[verdict.qos] += 1
+        if not pool.admit(context.inflight_bound[qos]):
+            context.counters.queue_full[qos] += 1
             raise RequestError("queue_full", f"pool {verdict.pool} has no place left")
         self._place = pool
 
@@ -157,16 +165,16 @@ class Relay:
             fields = self._request.fields
             kind = fields.get(b"content-type", b"")
         self._pieces = []
-        pool = self._context.pool_settings[exchange.pool]
+        context, intake, tenant = self._context, self._intake, self._tenant
+        assert tenant is not None
+        pool = context.pool_settings[exchange.pool]
         body = self._observation.request(body, kind, ask_ids=pool.token_ids)
-        head = request_head(self._context, exchange, fields, self._lines())
+        lines = self._request.lines if intake is None else intake.lines
+        head = request_head(context, exchange, tenant, fields, lines)
         has_body = body or exchange.method not in {b"GET", b"HEAD", b"DELETE", b"OPTIONS"}
         length = b"Content-Length: %d\r\n\r\n" % len(body) if has_body else b"\r\n"
         self._payload = head + length + body
         self._lease()
-
-    def _lines(self) -> bytes:
-        return self._request.lines if self._intake is None else self._intake.lines
 
     def _open_envelope(self, intake: SealedIntake) -> tuple[bytes, dict[bytes, bytes]]:
         """Open it; from here on every answer is sealed."""
@@ -180,6 +188,7 @@ class Relay:
             raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
         self._observation.envelope = intake.facts(opened)
         self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
+        intake.release()
         return opened.body, self._request.fields
 
     def _stream_request(self) -> None:
@@ -189,8 +198,11 @@ class Relay:
         self._upstream_chunked = request.content_length is None
         kind = request.fields.get(b"content-type", b"")
         self._observation.request_begins(self._pieces, kind)
-        head = request_head(self._context, exchange, request.fields, request.lines)
+        tenant = self._tenant
+        assert tenant is not None
+        head = request_head(self._context, exchange, tenant, request.fields, request.lines)
         if self._upstream_chunked:
+            self._pieces = [frame(piece) for piece in self._pieces]
             self._payload = head + b"Transfer-Encoding: chunked\r\n\r\n"
         else:
             length = request.content_length or 0
@@ -223,8 +235,9 @@ class Relay:
         self._context.upstreams[pool.name].lease(endpoint, self)
 
     def _return_endpoint(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.outstanding -= 1
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.outstanding -= 1
             self._endpoint = None
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
@@ -235,14 +248,13 @@ class Relay:
             return
         self._connection = connection
         exchange.dispatch_ns = self._context.clock.mono_ns()
-        exchange.progress = max(exchange.progress, Progress.WAITING)
+        exchange.progress = Progress.WAITING
         if not self._streaming:
             connection.write(self._payload)
             self._request_sent()
             return
         pieces, self._pieces = self._pieces, []
-        framed = [frame(p) for p in pieces] if self._upstream_chunked else pieces
-        connection.write(b"".join((self._payload, *framed)))
+        connection.write(b"".join((self._payload, *pieces)))
         if self._body_whole:
             self._request_sent()
         elif not connection.unsent():
@@ -305,6 +317,10 @@ class Relay:
             downstream.deadline_ns = now_ns + context.times.stream_idle_ns
         exchange.answered_bytes += len(data)
         self._replier.data(self._observation.answer_data(data))
+
+    def upstream_pause(self) -> None:
+        """See `Lessee`."""
+        self._replier.flush()
 
     def upstream_end(self) -> None:
         """See `Lessee`: the answer is whole."""
@@ -391,6 +407,7 @@ class Relay:
             replier.error_event(code)
             replier.done()
         elif verdict.action is Action.CUT:
+            replier.flush()
             stalled = end is End.CLIENT_STALLED
             downstream.cut(reset=stalled or replier.ends_by_close)
 

@@ -65,6 +65,7 @@ class Replier:
         "_exchange",
         "_held",
         "_observation",
+        "_out",
         "_request",
         "sealer",
     )
@@ -85,6 +86,7 @@ class Replier:
         self._answer: Answer | None = None
         self._collected: list[bytes] | None = None  # an answer that has to be whole first
         self._held = 0
+        self._out: list[bytes] = []  # one write for all that one read of the upstream gave
         self.sealer: ResponseSealer | None = None
 
     # -- an upstream's answer
@@ -112,7 +114,7 @@ class Replier:
     def _begin(self, head: ResponseHead, answer: Answer) -> None:
         self._answer = answer
         self._exchange.progress = Progress.BEGUN
-        self._downstream.write(
+        self._out.append(
             b"".join(
                 (
                     b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason),
@@ -136,7 +138,7 @@ class Replier:
         answer = self._answer = SealedStream(stream, unlengthed(self._request.minor))
         self._exchange.progress = Progress.BEGUN
         head = self._sealed_head(answer.framing(), event_stream=as_events)
-        self._downstream.write(head + answer.start())
+        self._out.append(head + answer.start())
 
     def _sealed_head(self, framing: bytes, *, event_stream: bool) -> bytes:
         return b"".join(
@@ -154,7 +156,7 @@ class Replier:
         answer = self._answer
         if answer is not None:
             if data:
-                self._downstream.write(answer.data(data))
+                self._out.append(answer.data(data))
             return
         assert self._collected is not None, "body before head"
         self._collected.append(data)
@@ -167,7 +169,7 @@ class Replier:
         self._collected = None
         self._begin_stream(sealer, as_events=False)
         assert self._answer is not None
-        self._downstream.write(self._answer.data(data))
+        self._out.append(self._answer.data(data))
 
     def end(self) -> None:
         """Write the regular end."""
@@ -182,28 +184,39 @@ class Replier:
         rest = observation.answer_whole()
         tail = (answer.data(rest) if rest else b"") + answer.end()
         if tail:
-            self._downstream.write(tail)
+            self._out.append(tail)
 
     def _whole(self, body: bytes) -> None:
         head = self._observation.head
         assert head is not None
         if self.sealer is None:
             self._begin(head, Lengthed(len(body)))
-            self._downstream.write(body)
+            self._out.append(body)
             return
         try:
             self._single(self.sealer, head.status, self._observation.content_type, body)
         except SingleTooLargeError:
             self._overflow(self.sealer, body)
             assert self._answer is not None
-            self._downstream.write(self._answer.end())
+            self._out.append(self._answer.end())
 
     def _single(self, sealer: ResponseSealer, status: int, kind: str, body: bytes) -> None:
         now_ms = self._context.clock.wall_ms()
         sealed = sealer.single(status, kind, body, nonce=os.urandom(12), now_ms=now_ms)
         framing = b"Content-Length: %d\r\n" % len(sealed)
         self._exchange.progress = Progress.BEGUN
-        self._downstream.write(self._sealed_head(framing, event_stream=False) + sealed)
+        self._out.append(self._sealed_head(framing, event_stream=False) + sealed)
+
+    def flush(self) -> None:
+        """Write what is held for one write."""
+        out = self._out
+        if not out:
+            return
+        self._out = []
+        if len(out) == 1:
+            self._downstream.write(out[0])
+        else:
+            self._downstream.write_all(out)
 
     # -- answers and endings of our own
 
@@ -223,7 +236,7 @@ class Replier:
         answer = self._answer
         assert answer is not None
         event = b"data: " + error_body(ERRORS[code], MESSAGES[code]) + b"\n\n"
-        self._downstream.write(answer.data(event) + answer.end())
+        self._out.append(answer.data(event) + answer.end())
 
     @property
     def ends_by_close(self) -> bool:
@@ -232,6 +245,7 @@ class Replier:
 
     def done(self, *, keep: bool = True) -> None:
         """Hand the connection back for the next request, or close it."""
+        self.flush()
         keep = keep and not self.ends_by_close and not self._must_close()
         self._downstream.answer_done(keep=keep)
 
@@ -241,18 +255,13 @@ class Replier:
     def own_fields(self) -> bytes:
         """Return the header fields that every answer of a classed request carries."""
         exchange = self._exchange
-        queue_us = upstream_us = 0
+        queue_ns = upstream_ns = 0
         if exchange.dispatch_ns:
-            queue_us = (exchange.dispatch_ns - exchange.start_ns) // 1000
-            upstream_us = (self._context.clock.mono_ns() - exchange.dispatch_ns) // 1000
-        return (
-            b"X-QoS-Class: %b\r\nX-QoS-Pool: %b\r\nX-Trace-Id: %b\r\n"
-            b"Server-Timing: queue;dur=%d.%03d, upstream;dur=%d.%03d\r\n"
-            % (
-                exchange.qos.encode(),
-                exchange.pool.encode(),
-                exchange.trace_id.encode(),
-                *divmod(queue_us, 1000),
-                *divmod(upstream_us, 1000),
-            )
+            queue_ns = exchange.dispatch_ns - exchange.start_ns
+            upstream_ns = self._context.clock.mono_ns() - exchange.dispatch_ns
+        return b"%b%b\r\nServer-Timing: queue;dur=%.3f, upstream;dur=%.3f\r\n" % (
+            self._context.answer_fields[exchange.qos],
+            exchange.trace_id.encode(),
+            queue_ns / 1e6,
+            upstream_ns / 1e6,
         )

@@ -41,6 +41,9 @@ class Lessee(Protocol):
     def upstream_body(self, data: bytes) -> None:
         """Take body bytes, without transfer framing."""
 
+    def upstream_pause(self) -> None:
+        """Note that nothing more has come for now: what is held for one write goes out."""
+
     def upstream_end(self) -> None:
         """Note that the answer is whole; the connection is no longer leased."""
 
@@ -142,11 +145,14 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if self._head is not None:
                 self._body(lessee, data)
-                return
-            self._buffer = data = self._buffer + data if self._buffer else data
-            self._heads(lessee, data)
+            else:
+                self._buffer = data = self._buffer + data if self._buffer else data
+                self._heads(lessee, data)
         except (HeadError, ChunkError):
             self._fail(End.UPSTREAM_PROTOCOL)
+        else:
+            if self._lessee is lessee:
+                lessee.upstream_pause()
 
     def _heads(self, lessee: Lessee, data: bytes) -> None:
         start = 0

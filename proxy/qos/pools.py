@@ -37,9 +37,9 @@ class PoolState:
         if len(self.endpoints) == 1:
             self._single = self.endpoints[0]
 
-    def admit(self) -> bool:
-        """Take one place; False (and counted) when the pool is full."""
-        if self.inflight >= self.inflight_max:
+    def admit(self, bound: int) -> bool:
+        """Take one place; False (and counted) when `bound` or the pool's own limit is reached."""
+        if self.inflight >= bound or self.inflight >= self.inflight_max:
             self.refused += 1
             return False
         self.inflight += 1
