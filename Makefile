@@ -6,7 +6,7 @@ override ASK := $(value ASK)
 export ASK
 
 ROOMS := proxy agent kernels ebpf
-PURE_TESTS := tests/test_tidy.py tests/unit
+PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
 .PHONY: help up test check lint bench vm clean setup-dev
