@@ -45,7 +45,7 @@ SHELLS = {
 }
 # What the agent may take from the sidecar: contracts, and what `tongguan up` is made of.
 CONTRACTS = (
-    "proxy.audit", "proxy.cli", "proxy.client", "proxy.clock", "proxy.config", "proxy.errors",
+    "proxy.__version__", "proxy.audit", "proxy.cli", "proxy.client", "proxy.clock", "proxy.config", "proxy.errors",
     "proxy.keys", "proxy.metrics", "proxy.qos.classes", "proxy.sm4", "proxy.ask",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "httpx", "starlette", "uvicorn", "mitmproxy", "requests", "aiohttp"}
@@ -226,7 +226,7 @@ def _imports(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
 
 
 def banned_imports(path: str, text: str) -> Iterator[Finding]:
@@ -264,10 +264,13 @@ def cannot_fail(_path: str, text: str) -> Iterator[Finding]:
 
 
 def sleeps(_path: str, text: str) -> Iterator[Finding]:
+    # A poll of another thread's work is a `while` over its condition; all else waits for nothing.
+    loops = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.While)]
+    polls = {inner for loop in loops for inner in ast.walk(loop)}
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Call) and dotted(node.func) in {"time.sleep", "asyncio.sleep"}:
             zero = [isinstance(a, ast.Constant) and a.value == 0 for a in node.args]
-            if zero != [True] and not excused(text, node):
+            if zero != [True] and node not in polls and not excused(text, node):
                 yield node.lineno, "a unit test sleeps; hand it a clock"
 
 
@@ -323,6 +326,7 @@ BAD: list[tuple[Check, str, str]] = [
     (broad_except, "agent/a.py", "try:\n    f()\nexcept:\n    g()\n"),
     (banned_imports, "proxy/a.py", "from torch import nn"),
     (banned_imports, "agent/a.py", "from proxy.server import serve"),
+    (banned_imports, "agent/a.py", "from proxy import server"),
     (banned_imports, "agent/a.py", "import pickle"),
     (cannot_fail, "tests/test_a.py", "def test_a():\n    f()\n"),
     (sleeps, "tests/unit/test_a.py", "time.sleep(1)"),
@@ -341,6 +345,8 @@ GOOD: list[tuple[Check, str, str]] = [
     (broad_except, "proxy/a.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise\n"),
     (machine_paths, "docs/a.md", "results lie in perf/work/ and in /var/lib"),
     (sleeps, "tests/unit/test_a.py", "await asyncio.sleep(0)"),
+    (sleeps, "tests/unit/test_a.py", "while not done():\n    time.sleep(0.01)"),
+    (banned_imports, "agent/a.py", "from proxy import __version__, audit"),
 ]
 
 

