@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -366,12 +367,13 @@ def _ask_and_verify(plan: Plan, question: str) -> None:
 
     _say(f"asking over the SM4 channel: {question}")
     host, port = split_address(plan.sidecar.doors.sealed)
+    terminal = sys.stdout.isatty()
     try:
         result = ask(
             question,
             base_url=f"http://{host}:{port}",
             keys_file=plan.client_keys,
-            on_text=lambda text: click.echo(text, nl=False),
+            on_text=lambda text: click.echo(printable(text) if terminal else text, nl=False),
         )
     except AskError as problem:
         click.echo()
@@ -384,6 +386,14 @@ def _ask_and_verify(plan: Plan, question: str) -> None:
     if outcome != "ok":
         raise UpError(f"the audit record of {result.trace_id} says outcome {outcome}")
     click.echo(_verify(plan, live=True))
+
+
+def printable(text: str) -> str:
+    """Return `text` without what a terminal would obey: control characters but line ends and tabs.
+
+    A model's output is nobody's to trust; elsewhere than on a terminal it is passed as it is.
+    """
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf"))
 
 
 def facts(result: AskResult, record: Mapping[str, Any]) -> list[str]:

@@ -260,9 +260,7 @@ def test_a_class_is_believed_over_the_unix_socket(start, tmp_path):
 
     path = str(tmp_path / "a.sock")
     start(unix_path=path, default_class="P2")
-    with httpx.Client(
-        transport=httpx.HTTPTransport(uds=path), base_url="http://agent"
-    ) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://agent") as client:
         assert _class(client, **{"X-QoS-Class": "P0"}) == "P0"
         assert _class(client) == "P2"
 
