@@ -173,15 +173,15 @@ class RequestOpener:
         "_buffer",
         "_cipher",
         "_data",
-        "_data_bytes",
         "_derived",
+        "_first_bytes",
         "_frames",
         "_header",
-        "_last",
         "_model",
         "_receiver",
         "_tenant",
         "_total",
+        "_trailer",
     )
 
     def __init__(self, receiver: Receiver, model: str, tenant: str | None) -> None:
@@ -194,16 +194,16 @@ class RequestOpener:
         self._aad = b""
         self._cipher: StreamCipher | None = None
         self._frames = RawFrames()
-        # A stream's data, one entry a frame: held, unparsed, until the last frame is verified.
-        self._data: list[bytes] = []
-        self._data_bytes = 0
-        self._last = False
+        # What the tags let through, unparsed: a stream's is held until its last frame is verified.
+        self._data = bytearray()
+        self._first_bytes = 0
+        self._trailer: bytes | None = None
         self._total = 0
 
     @property
     def held_bytes(self) -> int:
         """Bytes this opener holds: unverified ones and a stream's plaintext."""
-        return len(self._buffer) + self._frames.held_bytes + self._data_bytes
+        return len(self._buffer) + self._frames.held_bytes + len(self._data)
 
     def feed(self, data: bytes, now_ms: int) -> None:
         """Take bytes of the HTTP body; raises `EnvelopeError` as early as can be known."""
@@ -224,7 +224,6 @@ class RequestOpener:
         self._receiver = None
         self._buffer.clear()
         self._data.clear()
-        self._data_bytes = 0
         self._frames = RawFrames()
         self._cipher = None
 
@@ -285,12 +284,14 @@ class RequestOpener:
             )
             padded = self._cipher.open_padded(sealed, last=last)
             self._admit(receiver, header, now_ms)
+            data = unpad(padded)
+            self._first_bytes = len(data)
         else:
-            padded = self._cipher.open_padded(sealed, last=last)
-        data = unpad(padded)
-        self._data.append(data)
-        self._data_bytes += len(data)
-        self._last = last
+            data = self._cipher.open(sealed, last=last)
+        if last:
+            data, self._trailer = split_trailer(data, header.flags)
+            self._first_bytes = min(self._first_bytes, len(self._data) + len(data))
+        self._data += data
 
     def _finish(self, now_ms: int) -> OpenedRequest:
         receiver, header, derived = self._receiver, self._header, self._derived
@@ -298,9 +299,9 @@ class RequestOpener:
         if header is None or derived is None:
             raise EnvelopeError("truncated")
         if header.flags & STREAM:
-            if not self._last:
+            if self._trailer is None:
                 raise EnvelopeError("truncated")
-            self._data[-1], trailer = split_trailer(self._data[-1], header.flags)
+            trailer = self._trailer
         else:
             if len(self._buffer) < header.length:
                 raise EnvelopeError("truncated")
@@ -310,7 +311,8 @@ class RequestOpener:
                 raise EnvelopeError("bad_tag") from None
             self._admit(receiver, header, now_ms)
             data, trailer = split_trailer(unpad(padded), header.flags)
-            self._data = [data]
+            self._data += data
+            self._first_bytes = len(data)
         self._verify(header, derived, trailer)
         return self._parse(header, derived)
 
@@ -323,8 +325,7 @@ class RequestOpener:
             raise EnvelopeError("missing_signature")
         if header.flags & MAC:
             digest = new_digest(derived.key.digest)
-            for data in self._data:
-                digest.update(data)
+            digest.update(self._data)
             mac = derived.mac.mac(self._aad + digest.digest())
             if not hmac.compare_digest(mac, trailer):
                 raise EnvelopeError("bad_mac")
@@ -336,11 +337,12 @@ class RequestOpener:
         has_mac = bool(header.flags & MAC)
         sealer = ResponseSealer(derived, self._model.encode(), header.nonce, mac=has_mac)
         try:
-            prelude_raw, first = split_prelude(self._data[0])
+            # The prelude lies wholly in the first frame.
+            prelude_raw, _ = split_prelude(bytes(self._data[: self._first_bytes]))
             prelude = decode_request_prelude(prelude_raw)
         except EnvelopeError as problem:
             raise EnvelopeError(problem.reason, sealer=sealer) from None
-        body = b"".join((first, *self._data[1:]))
+        body = bytes(self._data[2 + len(prelude_raw) :])
         try:
             model = model_of(body, prelude.content_type)
         except BodyError:
