@@ -40,6 +40,10 @@ def clean_text(text: str, limit: int = TEXT_BYTES) -> str:
     return text if len(data) <= limit else data[:limit].decode("utf-8", "ignore")
 
 
+def _ascii_name(name: object) -> bool:
+    return type(name) is str and name.isascii()
+
+
 def _fits(value: Any, depth: int) -> bool:
     kind = type(value)
     if kind is str:
@@ -73,6 +77,9 @@ def fit(members: dict[str, Any]) -> dict[str, Any]:
             fits = value.isascii() and (len(value) <= TEXT_BYTES or name in LONG)
         elif kind is int:
             fits = -INT_LIMIT < value < INT_LIMIT
+        elif kind is dict:
+            fits = all(type(v) is int and -INT_LIMIT < v < INT_LIMIT for v in value.values())
+            fits = (fits and all(map(_ascii_name, value))) or _fits(value, 1)
         else:
             fits = _fits(value, 1)
         if not fits:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from proxy.audit import canonical
-from proxy.sm4.digest import new_digest
+from proxy.sm4.digest import Digest, new_digest
 
 Alg = Literal["s256", "sm3"]
 ALGS: tuple[Alg, ...] = ("s256", "sm3")
@@ -82,6 +82,16 @@ class Hmac:
         self._inner, self._outer = new_digest(name), new_digest(name)
         self._inner.update(bytes(b ^ 0x36 for b in block))
         self._outer.update(bytes(b ^ 0x5C for b in block))
+
+    def begin(self) -> Digest:
+        """Return the inner hash, to be fed with the message and given to `end`."""
+        return self._inner.copy()
+
+    def end(self, inner: Digest) -> str:
+        """Return the MAC of what `inner` was fed with, as 64 lower-case hex characters."""
+        outer = self._outer.copy()
+        outer.update(inner.digest())
+        return outer.digest().hex()
 
     def hex(self, message: bytes) -> str:
         """Return the MAC as 64 lower-case hex characters."""

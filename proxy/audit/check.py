@@ -148,14 +148,13 @@ class ChainCheck:
         # The name of the file is judged before what the record's place in the chain is.
         if self._segment_lines == 1 and seq != self._segment_first and seq == self._high:
             self.find("malformed", seq, place, f"the file's name says {self._segment_first}")
-        linked = self._macs is None or record["prev"] in self._macs
         if seq < self._low:
             self._take_again(line, place)
             return
         gap = seq > self._high
         if gap:
             self._find_gap(seq, place)
-        if not linked:
+        if self._macs is not None and record["prev"] not in self._macs:
             self.find("link_mismatch", seq, place, "prev is not the MAC of the record before")
         if record["origin"] != self.origin:
             self.find("link_mismatch", seq, place, "the record is of another chain")

@@ -8,34 +8,36 @@ first, up to a bound.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import struct
-from typing import Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from proxy.audit.chain import Hmac
+
+if TYPE_CHECKING:
+    from proxy.sm4.digest import Digest
 
 BUFFER_BYTES = 4 << 20
 CHOICES = 128
 
+_U32 = struct.Struct(">I").pack
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
+@lru_cache(maxsize=1024)
+def _absorbed(key: bytes) -> Hmac:
+    """Return the HMAC of a tenant's key: absorbing it costs more than hashing most prompts."""
+    return Hmac("s256", key)
 
-    def hexdigest(self) -> str: ...
 
-
-def _new(key: bytes | None) -> _Hash:
-    return hashlib.sha256() if key is None else hmac.new(key, digestmod="sha256")
+def _whole(key: bytes | None, data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest() if key is None else _absorbed(key).hex(data)
 
 
 def params_hash(key: bytes | None, *parts: bytes) -> str:
     """Return the hash of parts, each framed as u32 big-endian length || bytes; hex."""
-    state = _new(key)
-    for part in parts:
-        state.update(struct.pack(">I", len(part)))
-        state.update(part)
-    return state.hexdigest()
+    return _whole(key, b"".join([_U32(len(part)) + part for part in parts]))
 
 
 def prompt_hash(key: bytes | None, prompt: bytes, model: bytes, temperature: bytes) -> str:
@@ -50,10 +52,12 @@ class OutputHasher:
     `CHOICES` choices: beyond that the output has a length but no hash.
     """
 
-    __slots__ = ("_buffered", "_hash", "_length", "_others", "_over")
+    __slots__ = ("_buffered", "_first", "_hash", "_key", "_length", "_others", "_over")
 
     def __init__(self, key: bytes | None) -> None:
-        self._hash = _new(key)
+        self._key = key
+        self._first = b""  # an answer that came in one piece needs no hash object
+        self._hash: Digest | None = None
         self._length = 0
         self._buffered = 0
         self._others: dict[int, list[bytes]] = {}
@@ -67,7 +71,15 @@ class OutputHasher:
             data = _SURROGATES.sub("\ufffd", text).encode()
         self._length += len(data)
         if index == 0:
-            self._hash.update(data)
+            if self._hash is not None:
+                self._hash.update(data)
+            elif not self._first:
+                self._first = data
+            else:
+                key = self._key
+                self._hash = hashlib.sha256() if key is None else _absorbed(key).begin()
+                self._hash.update(self._first)
+                self._hash.update(data)
         elif not 0 < index < CHOICES or self._buffered + len(data) > BUFFER_BYTES:
             self._over = True
         else:
@@ -79,7 +91,13 @@ class OutputHasher:
         last = max(self._others, default=0)
         if self._over:
             return None, self._length
-        for index in range(1, last + 1):
-            self._hash.update(b"\0" + b"".join(self._others.get(index, ())))
+        rest = b"".join(
+            [b"\0" + b"".join(self._others.get(index, ())) for index in range(1, last + 1)]
+        )
         self._others.clear()
-        return self._hash.hexdigest(), self._length + last
+        if self._hash is None:
+            return _whole(self._key, self._first + rest), self._length + last
+        self._hash.update(rest)
+        key, state = self._key, self._hash
+        digest = state.digest().hex() if key is None else _absorbed(key).end(state)
+        return digest, self._length + last

@@ -237,7 +237,8 @@ def request_members(
         ("qos_asked", qos_asked),
     ):
         if text is not None:
-            members[name] = _text(text)
+            plain = text.isascii() and len(text) <= TEXT_BYTES
+            members[name] = text if plain else clean_text(text)
     if output_len is not None:
         members["output_len"] = output_len
     if usage:

@@ -129,13 +129,10 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
             return
         files = files[skipped:]
         _check_names(check, chain)
-        done = 0
-        while done < len(files):
-            place = _check_segment(run, check, chain, files, done, declared, locked=locked)
-            done += 1
-            if locked and done == len(files):
-                # A living chain may have gone on to a new segment meanwhile.
-                files += [entry for entry in segments(chain) if entry[0] > files[-1][0]]
+        # What a living chain writes from here on is not looked at: there would be no end to it.
+        limit = files[-1][1].stat().st_size if locked and files else None
+        for number in range(len(files)):
+            place = _check_segment(run, check, chain, files, number, declared, limit)
         end = _end(run, check, place, declared, locked=locked)
     except OSError as problem:
         check.find("io_error", check.next_seq, place, _reason(problem))
@@ -232,10 +229,12 @@ def _check_segment(
     files: list[tuple[int, Path]],
     number: int,
     declared: list[dict[str, Any]],
-    *,
-    locked: bool,
+    limit: int | None,
 ) -> Place:
-    """Check one segment file; returns where it ended."""
+    """Check one segment file; returns where it ended.
+
+    `limit` is set for a living chain: where its last file ended when it was looked at.
+    """
     first, path = files[number]
     name = f"{chain.name}/{path.name}"
     check.start_segment(first)
@@ -243,19 +242,20 @@ def _check_segment(
     tails = [record for record in declared if record["file"] == name]
     if tails:
         end = max(0, tails[0]["offset"])
-    last = number == len(files) - 1
+    living = limit is not None and number == len(files) - 1
+    end = limit if living else end
     offset = 0
     with path.open("rb") as file:
         for at, raw in stored_lines(file, end):
             run.progress(len(raw))
             offset = at
-            if locked and last and not raw.endswith(b"\n"):
+            if living and not raw.endswith(b"\n"):
                 break  # being written just now
             check.feed(raw, Place(name, at))
             offset = at + len(raw)
         if tails and not check.closed:
             _check_tail(check, file, tails, Place(name, offset))
-    if not (locked and last):
+    if not living:
         _check_side_file(run, check, chain, first)
     return Place(name, offset)
 

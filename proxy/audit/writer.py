@@ -193,7 +193,7 @@ class AuditWriter:
         self._chain = Chain(config.origin, config.seed_id, config.alg, config.seed)
         self._disk = Disk(chain_dir)
         self._segment = _Segment(0)
-        self._prev_file = ""
+        self._before: tuple[str, dict[str, Any]] = "", {}
         self._items: deque[_Item] = deque()
         self._item_bytes = 0
         self._sent = 0
@@ -453,7 +453,7 @@ class AuditWriter:
         self._begin_segment(self._segment.file.name, {}, item)
 
     def _begin_segment(self, prev_file: str, more: dict[str, Any], item: _Item) -> None:
-        self._prev_file = prev_file
+        self._before = prev_file, more
         self._segment = _Segment(self._chain.seq)
         self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
 
@@ -545,7 +545,7 @@ class AuditWriter:
             self._segment = _Segment(0)  # not even genesis: nothing to follow
         elif sealed.size == 0:
             # The segment had nothing durable: its successor takes its name and its predecessor.
-            self._begin_segment(self._prev_file, {}, old[0])
+            self._begin_segment(*self._before, old[0])
         else:
             more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
             self._begin_segment(sealed.segment.name, more, old[0])
