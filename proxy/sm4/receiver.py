@@ -137,6 +137,9 @@ class Receiver:
         self.ahead_ms = ahead_ms
         self.fence_until_ms = start_ms + fence_ms if fence_ms > 0 else -1
         self.max_body_bytes = max_body_bytes
+        # The first request of a kid shall not wait for its keys, nor for the cipher's library.
+        for kid in keyring.live_kids(start_ms):
+            keyring.get(kid)
 
     def begin(
         self,
