@@ -104,9 +104,11 @@ def start(peer: peers.Peer, ports: peers.Ports) -> subprocess.Popen[bytes]:
     return child
 
 
-def cold_start_s(peer: peers.Peer, ports: peers.Ports, doors: list[tuple[int, str]]) -> float:
-    """Return seconds from process start until every door answers 200, median of a few starts."""
-    times = []
+def cold_start(
+    peer: peers.Peer, ports: peers.Ports, doors: list[tuple[int, str]]
+) -> dict[str, float]:
+    """Return seconds, and CPU seconds, from process start until every door answers 200."""
+    starts: list[report.Round] = []
     for _ in range(COLD_STARTS):
         waiting = list(doors)
 
@@ -123,10 +125,13 @@ def cold_start_s(peer: peers.Peer, ports: peers.Ports, doors: list[tuple[int, st
         child = process.spawn(peer.command, PEER_CORE, log, peer.environment)
         try:
             process.wait_until(ready, child, log)
-            times.append(time.perf_counter() - begun)
+            wall = time.perf_counter() - begun
+            ran, waited = process.cpu_ns(child.pid)
+            starts.append({"total": 1, "wall": wall, "cpu": ran / 1e9, "wait": waited / 1e9})
         finally:
             process.stop(child)
-    return statistics.median(times)
+    figures = {"cold_start_s": "wall", "cold_start_cpu_s": "cpu", "cold_start_waited_s": "wait"}
+    return {name: report.median(starts, metric) or 0.0 for name, metric in figures.items()}
 
 
 def rss_after_one_each(peer: peers.Peer, ports: peers.Ports) -> dict[str, float]:
@@ -170,7 +175,7 @@ def footprint(contestants: list[peers.Peer], ports: peers.Ports) -> dict[str, di
             if peer.name == "tongguan":
                 doors.append((ports.admin, "/livez"))
             found[peer.name] = {
-                "cold_start_s": cold_start_s(peer, ports, doors),
+                **cold_start(peer, ports, doors),
                 **rss_after_one_each(peer, ports),
             }
     return found
@@ -202,7 +207,10 @@ def show(outcome: dict[str, Any]) -> str:
         "CPU us @500/s": "cpu_us_at_500_rps", "p50 us @500/s": "p50_us_at_500_rps",
         "CPU us/event": "cpu_us_per_event", "event p50 us": "event_p50_us", "wait": "wait",
     }  # fmt: skip
-    small = {"start s": "cold_start_s", "RSS MB start": "rss_mb_started", "RSS MB": "rss_mb"}
+    small = {
+        "start s": "cold_start_s", "start CPU s": "cold_start_cpu_s",
+        "RSS MB start": "rss_mb_started", "RSS MB": "rss_mb",
+    }  # fmt: skip
     body = [
         [name, *(row[c] for c in columns.values())]
         + [feet.get(name, {}).get(c) for c in small.values()]

@@ -45,8 +45,9 @@ SHELLS = {
 }
 # What the agent may take from the sidecar: contracts, and what `tongguan up` is made of.
 CONTRACTS = (
-    "proxy.__version__", "proxy.audit", "proxy.cli", "proxy.client", "proxy.clock", "proxy.config", "proxy.errors",
-    "proxy.keys", "proxy.metrics", "proxy.qos.classes", "proxy.sm4", "proxy.ask",
+    "proxy.__version__", "proxy.ask", "proxy.audit", "proxy.cli", "proxy.client", "proxy.clock",
+    "proxy.config", "proxy.errors", "proxy.keys", "proxy.metrics", "proxy.qos.classes",
+    "proxy.sm4",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "httpx", "starlette", "uvicorn", "mitmproxy", "requests", "aiohttp"}
 HTTPX_FILES = ("proxy/client.py", "proxy/ask.py")
