@@ -33,6 +33,16 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
+from proxy.http.fields import (
+    END_TO_END,
+    PLAIN_OPTIONS,
+    REQUEST,
+    RESPONSE,
+    TCHAR,
+    UPSTREAM_ERROR,
+    Names,
+)
+
 Buffer = bytes | bytearray
 
 INVALID = "invalid_request"
@@ -103,148 +113,19 @@ class ResponseHead:
     size: int
 
 
-_TCHAR = b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 # What a line may hold: HTAB, SP, VCHAR, obs-text (RFC 9110 section 5.5). bytes.translate deletes
 # it in one pass of C; what is left are line ends and whatever must not be there.
 _TEXT = bytes([9, *range(0x20, 0x7F), *range(0x80, 0x100)])
 # RFC 3986 host and port, without the delimiters that could turn it into a list, path or userinfo.
-_HOST = _TCHAR + b"()=;:[]"
+_HOST = TCHAR + b"()=;:[]"
 _VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
 _METHODS = frozenset((b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: (.*))?", re.DOTALL)
 _ABSOLUTE = re.compile(rb"(?i:http)://([^/?#]*)(.*)", re.DOTALL)
 
-_HOP = (
-    b"connection",
-    b"keep-alive",
-    b"proxy-connection",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-    b"http2-settings",
-)
-_UPSTREAM_ERROR = b"x-tongguan-error"
-# Fields for every hop that matter to who is asked, by whom, or what the body is.
-_END_TO_END = frozenset(
-    (
-        b"accept",
-        b"authorization",
-        b"cache-control",
-        b"content-encoding",
-        b"content-length",
-        b"content-range",
-        b"content-type",
-        b"cookie",
-        b"expect",
-        b"forwarded",
-        b"host",
-        b"idempotency-key",
-        b"location",
-        b"range",
-        b"retry-after",
-        b"sec-websocket-accept",
-        b"server-timing",
-        b"set-cookie",
-        b"traceparent",
-        b"tracestate",
-        b"via",
-        b"x-api-key",
-        b"x-model-id",
-        b"x-qos-class",
-        b"x-request-id",
-        b"x-tenant-id",
-        b"x-tongguan-error",
-    )
-)
-# Options that need no look at the other fields: they name none, or one that is dropped anyway.
-_PLAIN_OPTIONS = frozenset((b"close", *_HOP))
-
 # What nearly every peer sends, read without a split: whether the connection is kept.
 _PLAIN_CONNECTION = {b"keep-alive": True, b"Keep-Alive": True, b"close": False, b"Close": False}
 
-_LEARNED_MAX = 1024
-_LEARNED_NAME_MAX = 64
-
-# Field name as it came -> (its lower case if watched, whether the line goes on).
-_Rule = tuple[bytes | None, bool]
-
-
-class _Names:
-    """What to do with each field name, memoised by its exact bytes; bounded."""
-
-    __slots__ = ("_dropped", "_watched", "known")
-
-    def __init__(self, watched: tuple[bytes, ...], dropped: tuple[bytes, ...]) -> None:
-        self._watched = frozenset(watched)
-        self._dropped = frozenset(dropped)
-        self.known: dict[bytes, _Rule] = {}
-
-    def learn(self, name: bytes) -> _Rule:
-        """Return the rule of a name not seen before; raises HeadError if it is none."""
-        if not name or name.translate(None, _TCHAR):
-            _refuse_name(name)
-        lower = name.lower()
-        rule = (lower if lower in self._watched else None, lower not in self._dropped)
-        if len(self.known) < _LEARNED_MAX and len(name) <= _LEARNED_NAME_MAX:
-            self.known[name] = rule
-        return rule
-
-
-_REQUEST = _Names(
-    watched=(
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"connection",
-        b"expect",
-        b"upgrade",
-        b"content-type",
-        b"content-encoding",
-        b"accept",
-        b"x-qos-class",
-        b"x-tenant-id",
-        b"x-model-id",
-        b"x-request-id",
-        b"traceparent",
-        b"tracestate",
-    ),
-    dropped=(
-        *_HOP,
-        b"content-length",
-        b"host",
-        b"expect",
-        b"x-qos-class",
-        b"x-tenant-id",
-        b"traceparent",
-    ),
-)
-_RESPONSE = _Names(
-    watched=(
-        b"content-type",
-        b"content-encoding",
-        b"content-length",
-        b"transfer-encoding",
-        b"connection",
-        b"server-timing",
-        b"x-accel-buffering",
-        b"cache-control",
-        b"retry-after",
-        b"upgrade",
-        b"sec-websocket-accept",
-        _UPSTREAM_ERROR,
-    ),
-    dropped=(
-        *_HOP,
-        b"content-length",
-        b"x-qos-class",
-        b"x-qos-pool",
-        b"x-trace-id",
-        _UPSTREAM_ERROR,
-    ),
-)
 _NOTHING: frozenset[bytes] = frozenset()
 
 
@@ -276,7 +157,7 @@ def parse_request(buffer: Buffer, limits: HeadLimits, start: int = 0) -> Request
     if not target.isascii() or b"\t" in target:
         raise HeadError(INVALID, "request target holds a byte outside 0x21-0x7e")
 
-    fields, repeated, kept = _scan(rows, _REQUEST)
+    fields, repeated, kept = _scan(rows, REQUEST)
     host = fields.get(b"host")
     if host is None:
         if minor:
@@ -297,8 +178,8 @@ def parse_request(buffer: Buffer, limits: HeadLimits, start: int = 0) -> Request
     elif connection is not None:
         options = _options(connection)
         keep_alive = b"close" not in options and (minor == 1 or b"keep-alive" in options)
-        if not options <= _PLAIN_OPTIONS:
-            if options & _END_TO_END:
+        if not options <= PLAIN_OPTIONS:
+            if options & END_TO_END:
                 raise HeadError(INVALID, "Connection names a field that is meant for every hop")
             kept = _without(kept, options)
         if minor and b"upgrade" in options:
@@ -341,7 +222,7 @@ def parse_response(
     minor = 1 if line[1] == b"1" else 0
     status = int(line[2])
 
-    fields, repeated, kept = _scan(rows, _RESPONSE)
+    fields, repeated, kept = _scan(rows, RESPONSE)
     length, chunked = _framing(fields, repeated, minor)
     bodiless = status < 200 or status in (204, 304) or request_method == b"HEAD"
     keep_alive = minor == 1
@@ -352,15 +233,15 @@ def parse_response(
     elif connection is not None:
         options = _options(connection)
         keep_alive = b"close" not in options and (minor == 1 or b"keep-alive" in options)
-        if not options <= _PLAIN_OPTIONS:
-            kept = _without(kept, options - _END_TO_END)
+        if not options <= PLAIN_OPTIONS:
+            kept = _without(kept, options - END_TO_END)
         if minor and b"upgrade" in options:
             upgrade = _upgrade(fields)
     if length is None and not chunked and not bodiless:
         keep_alive = False
-    if _UPSTREAM_ERROR in fields:
-        kept.append(b"X-Tongguan-Upstream-Error: " + fields.pop(_UPSTREAM_ERROR))
-        repeated -= {_UPSTREAM_ERROR}
+    if UPSTREAM_ERROR in fields:
+        kept.append(b"X-Tongguan-Upstream-Error: " + fields.pop(UPSTREAM_ERROR))
+        repeated -= {UPSTREAM_ERROR}
     kept.append(b"")
     return ResponseHead(
         status,
@@ -396,7 +277,7 @@ def _rows(buffer: Buffer, begin: int, end: int, limits: HeadLimits) -> list[byte
 
 
 def _scan(
-    rows: list[bytes], names: _Names
+    rows: list[bytes], names: Names
 ) -> tuple[dict[bytes, bytes], frozenset[bytes], list[bytes]]:
     """Return watched values, watched names that came more than once, and the lines that go on."""
     fields: dict[bytes, bytes] = {}
@@ -410,7 +291,10 @@ def _scan(
         try:
             watched, keep = known[name]
         except KeyError:
-            watched, keep = names.learn(name)
+            rule = names.learn(name)
+            if rule is None:
+                _refuse_name(name)
+            watched, keep = rule
         if not colon:
             raise HeadError(INVALID, "a field line has no colon")
         if keep:
@@ -483,7 +367,7 @@ def _origin_form(method: bytes, target: bytes, host: bytes | None) -> bytes:
 def _check_method(method: bytes) -> None:
     if method in (b"CONNECT", b"TRACE"):
         raise HeadError(NOT_ALLOWED, f"{method.decode()} is not served here")
-    if not method or method.translate(None, _TCHAR):
+    if not method or method.translate(None, TCHAR):
         raise HeadError(INVALID, "method is not a token")
 
 

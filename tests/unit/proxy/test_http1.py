@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from proxy.http.http1 import _REQUEST, HeadError, HeadLimits, parse_request, parse_response
+from proxy.http.fields import REQUEST
+from proxy.http.http1 import HeadError, HeadLimits, parse_request, parse_response
 
 # Two shared cores: slow is no finding.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -298,6 +299,19 @@ def test_response_fields_of_ours_are_left_out_and_the_error_code_is_renamed():
     assert set(head.fields) == {b"content-length", b"server-timing"}
 
 
+def test_error_codes_of_two_hops_are_no_watched_name():
+    head = response(b"X-Tongguan-Error: a\r\nX-Tongguan-Error: b\r\n")
+    assert head.lines == b"X-Tongguan-Upstream-Error: a, b\r\n"
+    assert head.repeated == frozenset()
+    assert head.fields == {}
+
+
+@pytest.mark.parametrize("name", [b"Host", b"Content-Length"])
+def test_a_repeated_field_is_named_as_that(name):
+    with pytest.raises(HeadError, match="came twice"):
+        request(name + b": 1\r\n" + name + b": 1\r\n", b"GET / HTTP/1.0", b"")
+
+
 def test_connection_named_fields_go_no_further():
     lines = b"Connection: X-Hop, close\r\nX-Hop: 1\r\nx-hop: 2\r\nX-Hopper: 3\r\n"
     for read in (request, response):
@@ -462,8 +476,8 @@ def test_many_odd_names_leave_no_trace():
     for i in range(3000):
         request(b"X-%d: 1\r\n" % i)
     request(b"X" * 3000 + b": 1\r\n")
-    assert len(_REQUEST.known) <= 1024
-    assert max(map(len, _REQUEST.known)) <= 64
+    assert len(REQUEST.known) <= 1024
+    assert max(map(len, REQUEST.known)) <= 64
 
 
 NAMES = st.sampled_from(

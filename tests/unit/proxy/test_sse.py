@@ -97,6 +97,19 @@ def test_data_on_several_lines_is_joined():
     assert Watch(ALL).run(data).out == data
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'data: {"choices":[{"text":"a"}]}\nid: 5\r\n\r\n',
+        b'data: {"choices":[{"text":"a"}]}\rid: 5\n\n',
+        b'data: {"choices":[{"text":"a"}]}\r\nid: 5\r\n\r\n',
+        b'id: 5\rdata: {"choices":[{"text":"a"}]}\n\n',
+    ],
+)
+def test_fields_with_other_line_ends_are_no_data(data):
+    assert Watch().run(data).content == [(0, "a")]
+
+
 def test_byte_order_mark_is_skipped():
     assert Watch().run(b"\xef\xbb\xbf" + chunk("a")).content == [(0, "a")]
 
@@ -225,6 +238,10 @@ CUTS = {
     ),
     "another object's member stays": (
         b'data: {"choices":[{"text":"a","x":{"a":1,"token_ids":[5]},"token_ids":[1]}]}\n\n',
+        b'data: {"choices":[{"text":"a","x":{"a":1,"token_ids":[5]}}]}\n\n',
+    ),
+    "only another object's has the usual form": (
+        b'data: {"choices":[{"token_ids" : [1],"text":"a","x":{"a":1,"token_ids":[5]}}]}\n\n',
         b'data: {"choices":[{"text":"a","x":{"a":1,"token_ids":[5]}}]}\n\n',
     ),
     "only another object's": (
