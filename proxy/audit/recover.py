@@ -110,7 +110,7 @@ def _head(chain: Path) -> tuple[str, list[str]]:
     if not found:
         return origin, declared
     with found[0][1].open("rb") as file:
-        while line := file.readline(LINE_BYTES + 1):
+        while (line := file.readline(LINE_BYTES + 1)).endswith(b"\n"):
             try:
                 record = orjson.loads(line.partition(b"\t")[0])
                 origin = origin or str(record["origin"])

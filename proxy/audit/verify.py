@@ -315,7 +315,7 @@ def _end(
     if declared:
         tail = declared[0]
         after = tail["last_seq"] + 1
-        if seq > after and tail["file"] != place.file:
+        if seq >= after and tail["file"] != place.file:
             check.find("fork", after, place, "longer than its successor declared")
         if seq < after:
             check.find("truncated", seq, place, f"its successor saw it up to {tail['last_seq']}")

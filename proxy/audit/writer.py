@@ -412,6 +412,7 @@ class AuditWriter:
             segment.ids_size += len(item.entry)
         self._items.append(item)
         self._item_bytes += len(item.line) + len(item.entry)
+        self.stats.pending = len(self._items)
 
     def _with_ids(self, item: _Item) -> tuple[dict[str, Any], bytes]:
         mode = self._config.token_ids
