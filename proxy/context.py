@@ -207,7 +207,8 @@ class Context:
         audit = self.audit
         if audit is None:
             return
-        times = exchange.times_us(now_ns)
+        since = exchange.since_start_us
+        output_hash, output_len = observation.output()
         members = request_members(
             trace_id=exchange.trace_id,
             traceparent=exchange.traceparent.decode(),
@@ -217,11 +218,18 @@ class Context:
             status=exchange.status,
             outcome=outcome,
             phase=PHASE_NAMES[exchange.progress],
-            queue_us=times.get("queue"),
-            first_byte_us=times.get("first_byte"),
-            total_us=times["total"],
+            queue_us=since(exchange.dispatch_ns),
+            first_byte_us=since(exchange.first_byte_ns),
+            total_us=since(now_ns),
             qos_asked=exchange.asked or None,
-            **observation.facts(),
+            model=observation.model,
+            served_model=observation.served_model,
+            prompt_hash=observation.prompt_hash,
+            params_hash=observation.params_hash,
+            output_hash=output_hash,
+            output_len=output_len,
+            usage=observation.usage(),
+            **observation.envelope,
         )
         audit.append("request", members, observation.token_ids)
 

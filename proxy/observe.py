@@ -10,14 +10,17 @@ on unobserved, and that is counted.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit.hashes import OutputHasher, params_hash, prompt_hash
 from proxy.audit.record import usage_members
-from proxy.http.body import AnswerFacts, RequestView, ask_token_ids, cut_answer, view
+from proxy.http.body import RequestView, ask_token_ids, cut_answer, view
 from proxy.http.sse import StreamObserver
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from proxy.http.http1 import ResponseHead
 
 WHOLE_ANSWER_BYTES = 8 << 20  # an answer is held back for cutting up to this length
@@ -58,52 +61,32 @@ class Observing:
 
 
 class Observation:
-    """One request's."""
+    """One request's. Defaults are class attributes: one is made for each request."""
 
-    __slots__ = (
-        "_added",
-        "_answer_pieces",
-        "_facts",
-        "_hasher",
-        "_held",
-        "_key",
-        "_keyed",
-        "_params_hash",
-        "_prompt_hash",
-        "_request_kind",
-        "_request_pieces",
-        "_shared",
-        "_stream",
-        "between_events",
-        "content_type",
-        "envelope",
-        "event_stream",
-        "head",
-        "model",
-        "token_ids",
-    )
+    model: str | None = None
+    served_model: str | None = None
+    prompt_hash: str | None = None
+    params_hash: str | None = None
+    token_ids: Sequence[int] | None = None
+    envelope: Mapping[str, Any] = MappingProxyType({})
+    head: ResponseHead | None = None
+    content_type = ""
+    event_stream = False
+    between_events = True
+
+    _key: bytes | None = None
+    _keyed = False
+    _added: frozenset[str] = NO_FIELDS
+    _held = 0
+    _request_kind = b""
+    _request_pieces: list[bytes] | None = None
+    _answer_pieces: list[bytes] | None = None
+    _hasher: OutputHasher | None = None
+    _stream: StreamObserver | None = None
+    _reported: dict[str, Any] | None = None
 
     def __init__(self, shared: Observing) -> None:
         self._shared = shared
-        self._keyed = False
-        self._key: bytes | None = None
-        self._added: frozenset[str] = NO_FIELDS
-        self._held = 0
-        self._request_kind = b""
-        self._request_pieces: list[bytes] | None = None
-        self._answer_pieces: list[bytes] | None = None
-        self._prompt_hash: str | None = None
-        self._params_hash: str | None = None
-        self._hasher: OutputHasher | None = None
-        self._stream: StreamObserver | None = None
-        self._facts: AnswerFacts | None = None
-        self.model: str | None = None
-        self.token_ids: list[int] | None = None
-        self.envelope: dict[str, Any] | None = None
-        self.head: ResponseHead | None = None
-        self.content_type = ""
-        self.event_stream = False
-        self.between_events = True
 
     def use_key(self, key: bytes | None) -> None:
         """Set the tenant's prompt key; without one there are hashes only in plain mode."""
@@ -135,9 +118,9 @@ class Observation:
         heat = seen.temperature
         model = seen.model.encode("utf-8", "replace")
         temperature = b"" if heat is None else body[heat[0] : heat[1]]
-        self._prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
+        self.prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
         rest = b"".join([body[a:b] for a, b in seen.rest])
-        self._params_hash = params_hash(self._key, rest)
+        self.params_hash = params_hash(self._key, rest)
 
     def request_begins(self, pieces: list[bytes], content_type: bytes) -> None:
         """Follow a body that streams through; `pieces` have come already."""
@@ -179,7 +162,7 @@ class Observation:
                 )
             if self._keyed and head.status < 300:
                 self._hasher = OutputHasher(self._key)
-        elif self._keyed and readable and b"json" in lower and self._prompt_hash is not None:
+        elif self._keyed and readable and b"json" in lower and self.prompt_hash is not None:
             self._answer_pieces = []
 
     def _on_content(self, index: int, text: str) -> None:
@@ -235,6 +218,8 @@ class Observation:
         stream = self._stream
         if stream is not None:
             rest = stream.finish_feed()
+            self._reported = stream.usage
+            self.served_model = stream.model or None
             if stream.token_ids and not stream.lost:
                 self.token_ids = stream.token_ids
             return rest
@@ -252,7 +237,8 @@ class Observation:
 
     def _read_answer(self, body: bytes) -> bytes:
         cut, facts = cut_answer(body, self._added)
-        self._facts = facts
+        self._reported = facts.usage
+        self.served_model = facts.model or None
         if facts.texts and self._keyed:
             hasher = self._hasher = OutputHasher(self._key)
             for index, text in sorted(facts.texts.items()):
@@ -262,25 +248,15 @@ class Observation:
 
     # -- the record
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the record's builder takes, by its argument names; unknown is absent."""
-        facts: dict[str, Any] = {}
-        if self.model:
-            facts["model"] = self.model
-        if self._prompt_hash is not None:
-            facts["prompt_hash"] = self._prompt_hash
-            facts["params_hash"] = self._params_hash
-        if self._hasher is not None:
-            facts["output_hash"], facts["output_len"] = self._hasher.finish()
-        source = self._stream if self._stream is not None else self._facts
-        if source is not None:
-            if source.model:
-                facts["served_model"] = source.model
-            if source.usage:
-                facts["usage"] = _usage(source.usage)
-        if self.envelope is not None:
-            facts.update(self.envelope)
-        return facts
+    def output(self) -> tuple[str | None, int | None]:
+        """Return the output's hash and length, once; None: nothing was handed on, or unknown."""
+        hasher, self._hasher = self._hasher, None
+        return (None, None) if hasher is None else hasher.finish()
+
+    def usage(self) -> dict[str, int] | None:
+        """Return usage as the upstream reported it."""
+        reported = self._reported
+        return _usage(reported) if reported else None
 
     def _hold(self, size: int) -> bool:
         if not self._shared.hold(size):
@@ -290,8 +266,9 @@ class Observation:
 
     def release(self) -> None:
         """Give the held bytes back."""
-        self._shared.held_bytes -= self._held
-        self._held = 0
+        if self._held:
+            self._shared.held_bytes -= self._held
+            self._held = 0
         self._answer_pieces = self._request_pieces = None
 
 

@@ -34,28 +34,18 @@ NONE_TRIED: frozenset[str] = frozenset()
 class Relay:
     """One request, from its head to its record."""
 
-    __slots__ = (
-        "_body_bytes",
-        "_body_whole",
-        "_connection",
-        "_context",
-        "_downstream",
-        "_endpoint",
-        "_exchange",
-        "_intake",
-        "_observation",
-        "_payload",
-        "_pieces",
-        "_place",
-        "_replier",
-        "_request",
-        "_retried",
-        "_streaming",
-        "_tenant",
-        "_tried",
-        "_upstream_chunked",
-        "request_method",
-    )
+    _intake: SealedIntake | None = None
+    _body_bytes = 0
+    _body_whole = False
+    _streaming = False
+    _upstream_chunked = False
+    _payload = b""
+    _tenant: Tenant | None = None
+    _place: PoolState | None = None
+    _endpoint: Endpoint | None = None
+    _connection: UpstreamConnection | None = None
+    _tried = NONE_TRIED
+    _retried = False
 
     def __init__(
         self, context: Context, downstream: Downstream, head: RequestHead, now_ns: int
@@ -65,21 +55,9 @@ class Relay:
         self._request = head
         self.request_method = head.method
         self._exchange = Exchange(downstream.door, head.method, head.target, now_ns)
-        self._intake: SealedIntake | None = None
         self._observation = Observation(context.observing)
         self._replier = Replier(context, downstream, self._exchange, self._observation, head)
         self._pieces: list[bytes] = []
-        self._body_bytes = 0
-        self._body_whole = False
-        self._streaming = False
-        self._upstream_chunked = False
-        self._payload = b""
-        self._place: PoolState | None = None
-        self._endpoint: Endpoint | None = None
-        self._connection: UpstreamConnection | None = None
-        self._tenant: Tenant | None = None
-        self._tried: frozenset[str] = NONE_TRIED
-        self._retried = False
 
     # -- the request
 
@@ -261,9 +239,8 @@ class Relay:
             self._downstream.hold_body(hold=False)
 
     def _request_sent(self) -> None:
-        now_ns = self._context.clock.mono_ns()
-        self._exchange.request_end_ns = now_ns
-        self._downstream.deadline_ns = now_ns + self._context.times.first_byte_ns
+        context = self._context
+        self._downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
 
     def upstream_refused(self, endpoint: Endpoint) -> None:
         """See `Lessee`: another endpoint may take it; nothing was sent."""
@@ -387,6 +364,11 @@ class Relay:
         if exchange.closed:
             return
         observation, replier = self._observation, self._replier
+        if end is End.ANSWERED:
+            exchange.progress = Progress.DONE
+            self._finish("ok")
+            replier.done()
+            return
         verdict = closing(
             end,
             exchange.progress,
@@ -394,14 +376,10 @@ class Relay:
             between_events=observation.between_events,
         )
         code = verdict.code or ""
-        if end is End.ANSWERED:
-            exchange.progress = Progress.DONE
-        elif verdict.action is Action.REPLY:
+        if verdict.action is Action.REPLY:
             exchange.status = ERRORS[code].status
         self._finish(verdict.outcome)
-        if end is End.ANSWERED:
-            replier.done()
-        elif verdict.action is Action.REPLY:
+        if verdict.action is Action.REPLY:
             replier.refuse(RequestError(code, MESSAGES[code]), keep=True)
         elif verdict.action is Action.EVENT:
             replier.error_event(code)

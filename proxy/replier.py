@@ -57,18 +57,10 @@ def http_date(wall_s: float) -> bytes:
 class Replier:
     """Writes one answer. `sealer` is set once the request's envelope was opened."""
 
-    __slots__ = (
-        "_answer",
-        "_collected",
-        "_context",
-        "_downstream",
-        "_exchange",
-        "_held",
-        "_observation",
-        "_out",
-        "_request",
-        "sealer",
-    )
+    sealer: ResponseSealer | None = None
+    _answer: Answer | None = None
+    _collected: list[bytes] | None = None  # an answer that has to be whole first
+    _held = 0
 
     def __init__(
         self,
@@ -83,11 +75,7 @@ class Replier:
         self._exchange = exchange
         self._observation = observation
         self._request = request
-        self._answer: Answer | None = None
-        self._collected: list[bytes] | None = None  # an answer that has to be whole first
-        self._held = 0
         self._out: list[bytes] = []  # one write for all that one read of the upstream gave
-        self.sealer: ResponseSealer | None = None
 
     # -- an upstream's answer
 
