@@ -112,8 +112,13 @@ def up(
     2 a setting is wrong; 3 a port, a file or another `up` is in the way; 130 interrupted before
     the answer.
     """
+    from importlib.util import find_spec
+
     from agent.up import QUESTION, run
 
+    for name in ("httpx", "torch", "uvicorn"):  # say it before keys are made and children started
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     code = run(
         state=state,
         base_port=base_port,
