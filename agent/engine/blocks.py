@@ -5,7 +5,7 @@ A block holds the keys and values of `block_size` tokens in every layer. Full bl
 content at equal positions. A block is in exactly one state:
 
     free      in no table, no digest         -> taken first
-    cached    in no table, has a digest      -> taken when nothing is free, least recently used first
+    cached    in no table, has a digest      -> taken when nothing is free, oldest use first
     held      in one or more tables (count)  -> never taken
 
 Invariants: free + cached + held = total; a digest names at most one block; block contents are

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -19,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from agent.engine.types import ModelFileError
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
     from typing import Self
 

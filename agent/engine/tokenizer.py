@@ -7,7 +7,7 @@ fetched. The template comes from a file: it runs in jinja's immutable sandbox.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import re
 from typing import TYPE_CHECKING, Any, Final
@@ -119,7 +119,7 @@ class TextTokenizer:
             )
         # A template is a program from a file: whatever it raises is its refusal.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as problem:
-            detail = str(problem) if isinstance(problem, _Refusal) else type(problem).__name__
+            detail = str(problem) if isinstance(problem, _RefusalError) else type(problem).__name__
             raise ChatTemplateError(f"the chat template refused the messages: {detail}") from None
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
@@ -133,12 +133,12 @@ class TextTokenizer:
         return b"".join(map(self.piece, token_ids)).decode("utf-8", "replace")
 
 
-class _Refusal(TemplateError):
+class _RefusalError(TemplateError):
     """Raised by a template through `raise_exception`."""
 
 
 def _raise(message: str) -> None:
-    raise _Refusal(str(message)[:200])
+    raise _RefusalError(str(message)[:200])
 
 
 def _compile(source: str) -> Any:
@@ -148,9 +148,7 @@ def _compile(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now(datetime.UTC).strftime(
-        form
-    )
+    environment.globals["strftime_now"] = lambda form: dt.datetime.now(dt.UTC).strftime(form)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(
         value, ensure_ascii=False, indent=indent
     )
@@ -278,9 +276,8 @@ def from_folder(folder: Path, end_ids: frozenset[int]) -> TextTokenizer:
     ends = set(end_ids) | {
         vocabulary[name] for name in _END_NAMES if vocabulary.get(name) is not None
     }
-    special = {
-        name: token for name in ("bos_token", "eos_token") if (token := _content(config.get(name)))
-    }
+    found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token")}
+    special = {name: token for name, token in found.items() if token}
     if special.get("eos_token") in vocabulary:
         ends.add(vocabulary[special["eos_token"]])
     return TextTokenizer(inner, pieces, frozenset(ends), _template_of(folder, config), special)

@@ -136,7 +136,8 @@ class FolderSource:
             except (OSError, SafetensorError) as problem:
                 raise ModelFileError(f"truncated or malformed {path.name}: {problem}") from None
             self._files[name] = file
-            self._where.update(dict.fromkeys(file.keys(), name))
+            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            self._where.update(dict.fromkeys(names, name))
         # Buffers that old exports wrote although they follow from the configuration.
         self._unused = {n for n in self._where if not n.endswith("rotary_emb.inv_freq")}
 

@@ -25,7 +25,6 @@ from agent.engine.types import (
     Delta,
     EngineClosed,
     EngineStats,
-    FinishReason,
     QueueFull,
 )
 
@@ -114,7 +113,7 @@ class TorchEngine:
         self._generated = 0
         self._steps = 0
         self._step_seconds = 0.0
-        self._finished: dict[FinishReason, int] = {
+        self._finished: dict[str, int] = {
             "stop": 0,
             "length": 0,
             "cancelled": 0,
