@@ -225,7 +225,9 @@ class Progress:
     def line(self, text: str) -> None:
         """Take one line that pip printed."""
         word, _, rest = text.strip().partition(" ")
-        if word in {"Collecting", "Downloading", "Installing", "Building", "Preparing", "Using"}:
+        if word == "Installing":
+            self._doing = f"installing {rest.count(',') + 1} packages"
+        elif word in {"Collecting", "Downloading", "Building", "Preparing"}:
             self._doing = f"{word.lower()} {rest}"
 
     def _draw(self) -> None:
