@@ -21,9 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agent.errors import UNKNOWN_URL
 from agent.listen import HEAD_BYTES, DoorLimits, door
 from agent.node import STUCK_S, Node
-from agent.openai import UNKNOWN_URL
 from proxy.errors import error_body
 
 if TYPE_CHECKING:

@@ -13,16 +13,13 @@ token; anybody else's request has the default class.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import logging
 import os
 import re
 import secrets
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -30,6 +27,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agent.answers import DONE, Answer, Usage, model_card, model_list
+from agent.call import Call, ClientGoneError, abort
 from agent.engine.types import (
     QOS_CLASSES,
     ChatTemplateError,
@@ -40,30 +39,21 @@ from agent.engine.types import (
     Generation,
     QueueFull,
 )
-from agent.inbox import AbandonedError, Batch, Inbox
-from agent.listen import peer_uid, transport_of
-from agent.openai import (
+from agent.errors import (
     BAD_METHOD,
     CONTEXT_EXCEEDED,
-    DONE,
     DRAINING,
     INTERNAL,
     INVALID,
     MODEL_NOT_FOUND,
     QUEUE_FULL,
-    TIMED_OUT,
-    TOO_LARGE,
     UNKNOWN_URL,
-    Answer,
     ApiError,
-    Job,
-    Usage,
-    event,
-    model_card,
-    model_list,
-    parse_chat,
-    parse_completion,
 )
+from agent.inbox import AbandonedError, Batch, Inbox
+from agent.listen import peer_uid, transport_of
+from agent.metrics import RequestTimes
+from agent.openai import Job, parse_chat, parse_completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,65 +65,9 @@ if TYPE_CHECKING:
     from agent.metrics import Metrics
     from agent.node import Node
 
-log = logging.getLogger("tongguan.agent.api")
-
 # Below this a body is parsed and tokenised on the loop: a thread hop costs more.
 INLINE_BYTES = 8 << 10
-# An early answer's unread body is read and dropped up to here; beyond it the connection closes.
-DISCARD_BYTES = 64 << 20
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-
-Headers = list[tuple[bytes, bytes]]
-
-
-class _ClientGoneError(Exception):
-    """The client left before its request was whole."""
-
-
-class _Timing:
-    """Observes one request's times; `on_tokens` runs where tokens are made, the engine's thread."""
-
-    __slots__ = ("_inter_token", "_last_ns", "_metrics", "_model", "_ttft", "started_ns")
-
-    def __init__(self, metrics: Metrics, started_ns: int) -> None:
-        self.started_ns = started_ns
-        self._metrics = metrics
-        self._last_ns = 0
-
-    def begin(self, model: str) -> None:
-        """Name the model, before the engine is asked."""
-        self._model = model
-        self._ttft = self._metrics.ttft.labels(model)
-        self._inter_token = self._metrics.inter_token.labels(model)
-
-    def on_tokens(self, count: int) -> None:
-        """Take one step of `count` tokens."""
-        if not count:
-            return
-        now_ns = time.monotonic_ns()
-        if self._last_ns:
-            self._inter_token.observe((now_ns - self._last_ns) / 1e9)
-        else:
-            self._ttft.observe((now_ns - self.started_ns) / 1e9)
-        self._last_ns = now_ns
-
-    def end(self) -> None:
-        """Take the end of a request that reached the engine."""
-        self._metrics.e2e.labels(self._model).observe((time.monotonic_ns() - self.started_ns) / 1e9)
-
-
-@dataclass(slots=True)
-class _Call:
-    """One request on its way: who asks, and what has been sent."""
-
-    scope: Scope
-    send: Send
-    inbox: Inbox
-    timing: _Timing
-    qos_class: str
-    request_id: str
-    begun: bool = False
-    headers: Headers = field(default_factory=list)
 
 
 class Api:
@@ -145,7 +79,7 @@ class Api:
         self._metrics = metrics
         self._bearer = b"Bearer " + token if token else b""
         self._uids = {0, os.getuid(), *map(int, settings.trusted_uids)}
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._long_prompts: Executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     def application(self) -> Starlette:
@@ -228,30 +162,29 @@ class Api:
         started_ns = time.monotonic_ns()
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        timing = _Timing(self._metrics, started_ns)
-        call = _Call(
+        times = RequestTimes(self._metrics, started_ns)
+        call = Call(
             scope=scope,
+            receive=receive,
             send=send,
-            inbox=Inbox(loop, on_tokens=timing.on_tokens, on_behind=lambda: _abort(scope)),
-            timing=timing,
+            settings=self._settings,
+            metrics=self._metrics,
+            inbox=Inbox(loop, on_tokens=times.on_tokens, on_behind=lambda: abort(scope)),
+            times=times,
             qos_class=self._qos_class(scope, headers),
             request_id=given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16),
         )
-        call.headers = [
-            (b"x-request-id", call.request_id.encode("latin-1")),
-            (b"x-qos-class", call.qos_class.encode()),
-        ]
         try:
             self._node.require_engine()
-            body = await self._read_body(headers, receive)
+            body = await call.read_body()
         except ApiError as error:
-            await self._send_error(call, error, close=_unread_is_large(headers))
+            await call.fail(error)
             return
-        except _ClientGoneError:
+        except ClientGoneError:
             self._metrics.abandoned.labels("gone").inc()
             return
         async with asyncio.TaskGroup() as tasks:
-            watcher = tasks.create_task(_watch(receive, call))
+            watcher = tasks.create_task(call.watch())
             self._calls[id(call)] = call
             try:
                 await self._run(call, parse, body)
@@ -259,18 +192,18 @@ class Api:
                 del self._calls[id(call)]
                 watcher.cancel()
 
-    async def _run(self, call: _Call, parse: Callable[[bytes], Job], body: bytes) -> None:
+    async def _run(self, call: Call, parse: Callable[[bytes], Job], body: bytes) -> None:
         try:
             job, prompt_ids = await self._understand(call, parse, body)
             del body
             await self._serve(call, job, prompt_ids)
         except ApiError as error:
-            await self._send_error(call, error)
+            await call.fail(error)
         except AbandonedError as end:
-            await self._end_abandoned(call, end)
+            await call.end_abandoned(end)
 
     async def _understand(
-        self, call: _Call, parse: Callable[[bytes], Job], body: bytes
+        self, call: Call, parse: Callable[[bytes], Job], body: bytes
     ) -> tuple[Job, Sequence[int]]:
         def work() -> tuple[Job, Sequence[int]]:
             job = parse(body)
@@ -300,10 +233,10 @@ class Api:
                 param="model",
             )
 
-    async def _serve(self, call: _Call, job: Job, prompt_ids: Sequence[int]) -> None:
+    async def _serve(self, call: Call, job: Job, prompt_ids: Sequence[int]) -> None:
         engine = self._node.require_engine()
         model = self._node.names[0]
-        call.timing.begin(model)
+        call.times.begin(model)
         if job.stream:
             call.inbox.bound(self._settings.pending_tokens)
         generation = self._submit(engine, job, prompt_ids, call)
@@ -322,10 +255,10 @@ class Api:
                 await self._whole(call, answer, generation)
         finally:
             generation.cancel()
-            call.timing.end()
+            call.times.end()
 
     def _submit(
-        self, engine: Engine, job: Job, prompt_ids: Sequence[int], call: _Call
+        self, engine: Engine, job: Job, prompt_ids: Sequence[int], call: Call
     ) -> Generation:
         try:
             sampling = job.sampling(len(prompt_ids), engine.info.context_length)
@@ -352,7 +285,7 @@ class Api:
         self._metrics.requests.labels(call.qos_class).inc()
         return generation
 
-    async def _whole(self, call: _Call, answer: Answer, generation: Generation) -> None:
+    async def _whole(self, call: Call, answer: Answer, generation: Generation) -> None:
         texts: list[str] = []
         ids: list[int] = []
         finish: FinishReason | None = None
@@ -364,10 +297,9 @@ class Api:
             _check_finish(batch)
         usage = Usage(generation.prompt_tokens, len(ids), generation.cached_tokens)
         body = answer.whole("".join(texts), ids, finish, usage)
-        await self._send_head(call, 200, b"application/json", length=len(body))
-        await self._send(call, body, more=False)
+        await call.whole(200, body)
 
-    async def _stream(self, call: _Call, job: Job, answer: Answer, generation: Generation) -> None:
+    async def _stream(self, call: Call, job: Job, answer: Answer, generation: Generation) -> None:
         finish: FinishReason | None = None
         completion_tokens = 0
         carried: tuple[int, ...] = ()
@@ -378,7 +310,7 @@ class Api:
             completion_tokens += len(batch.token_ids)
             out = b""
             if not call.begun:
-                await self._send_head(call, 200, b"text/event-stream; charset=utf-8")
+                await call.begin(200, b"text/event-stream; charset=utf-8")
                 out = answer.first()
             # A step may bring no whole character; its ids travel with the next that does.
             carried += batch.token_ids
@@ -392,93 +324,7 @@ class Api:
                     )
                 out += DONE
             if out:
-                await self._send(call, out, more=finish is None)
-
-    # Sending.
-
-    async def _send_head(
-        self, call: _Call, status: int, kind: bytes, *, length: int | None = None
-    ) -> None:
-        headers = [(b"content-type", kind), *call.headers]
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        if kind.startswith(b"text/event-stream"):
-            headers += [
-                (b"cache-control", b"no-cache, no-transform"),
-                (b"x-accel-buffering", b"no"),
-            ]
-        call.begun = True
-        await call.send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _send(self, call: _Call, body: bytes, *, more: bool) -> None:
-        """Send within `client_stall_s`; raises `AbandonedError`."""
-        try:
-            async with asyncio.timeout(self._settings.client_stall_s):
-                await call.send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            self._metrics.limits.labels("client_stall_s").inc()
-            raise AbandonedError("stalled") from None
-
-    async def _send_error(self, call: _Call, error: ApiError, *, close: bool = False) -> None:
-        """Answer with an error, or end a stream that has begun with an error event."""
-        self._metrics.errors.labels(error.kind.code).inc()
-        with contextlib.suppress(AbandonedError):
-            if call.begun:
-                # Never a fabricated [DONE]: the client must see that this is no normal end.
-                await self._send(call, event(orjson.loads(error.body())), more=False)
-                return
-            body = error.body()
-            if error.kind.status == 503:
-                call.headers.append((b"retry-after", str(error.retry_after_s).encode()))
-            if close:
-                call.headers.append((b"connection", b"close"))
-            await self._send_head(call, error.kind.status, b"application/json", length=len(body))
-            await self._send(call, body, more=False)
-
-    async def _end_abandoned(self, call: _Call, end: AbandonedError) -> None:
-        self._metrics.abandoned.labels(end.why).inc()
-        if end.why == "draining":
-            await self._send_error(
-                call, ApiError(DRAINING, "the agent is shutting down", retry_after_s=5)
-            )
-            return
-        if end.why == "behind":
-            self._metrics.limits.labels("pending_tokens").inc()
-        if end.why != "gone":
-            log.info("a client does not read; its request %s is ended", call.request_id)
-        _abort(call.scope)
-
-    # Reading.
-
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        limit = self._settings.body_bytes
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > limit:
-            raise self._too_large()
-        body = bytearray()
-        more = True
-        while more:
-            try:
-                async with asyncio.timeout(self._settings.body_idle_s):
-                    message = await receive()
-            except TimeoutError:
-                self._metrics.limits.labels("body_idle_s").inc()
-                raise ApiError(
-                    TIMED_OUT,
-                    f"no part of the body for {self._settings.body_idle_s:g} s (agent.body_idle_s)",
-                ) from None
-            if message["type"] == "http.disconnect":
-                raise _ClientGoneError
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > limit:
-                raise self._too_large()
-        return bytes(body)
-
-    def _too_large(self) -> ApiError:
-        self._metrics.limits.labels("body_bytes").inc()
-        limit = self._settings.body_bytes
-        return ApiError(TOO_LARGE, f"the body has more than {limit} bytes (agent.body_bytes)")
+                await call.part(out, more=finish is None)
 
     def _qos_class(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
         """Return the class asked for where the caller is believed, else the default."""
@@ -507,32 +353,8 @@ class _Endpoint:
         await self._api.generate(self._parse, scope, receive, send)
 
 
-async def _watch(receive: Receive, call: _Call) -> None:
-    """Await the client's end and give up its request, whatever it waits for."""
-    while True:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            call.inbox.abandon("gone")
-            return
-
-
-def _abort(scope: Scope) -> None:
-    transport = transport_of(scope)
-    if transport is not None:
-        # close() would wait for a buffer that nobody empties.
-        transport.abort()
-
-
 def _check_finish(batch: Batch) -> None:
     if batch.finish_reason == "error":
         raise ApiError(INTERNAL, batch.error or "the engine failed")
     if batch.finish_reason == "cancelled":
         raise ApiError(DRAINING, "the engine ended the request", retry_after_s=5)
-
-
-def _unread_is_large(headers: dict[bytes, bytes]) -> bool:
-    """Say whether an early answer should close: the rest of the body is long or unknown."""
-    if b"transfer-encoding" in headers:
-        return True
-    declared = headers.get(b"content-length", b"0")
-    return not declared.isdigit() or int(declared) > DISCARD_BYTES

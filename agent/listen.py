@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agent.openai import CONNECTION_LIMIT, INVALID
+from agent.errors import CONNECTION_LIMIT, INVALID
 from proxy.config import split_address
 from proxy.errors import REASON_PHRASES, ErrorKind, error_body
 

@@ -8,6 +8,7 @@ the scrape; nothing is counted twice.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -115,6 +116,38 @@ class Metrics:
     def render(self) -> bytes:
         """Return the exposition text."""
         return generate_latest(self.registry)
+
+
+class RequestTimes:
+    """Observes one request's times; `on_tokens` runs where tokens are made, the engine's thread."""
+
+    __slots__ = ("_inter_token", "_last_ns", "_metrics", "_model", "_ttft", "started_ns")
+
+    def __init__(self, metrics: Metrics, started_ns: int) -> None:
+        self.started_ns = started_ns
+        self._metrics = metrics
+        self._last_ns = 0
+
+    def begin(self, model: str) -> None:
+        """Name the model, before the engine is asked."""
+        self._model = model
+        self._ttft = self._metrics.ttft.labels(model)
+        self._inter_token = self._metrics.inter_token.labels(model)
+
+    def on_tokens(self, count: int) -> None:
+        """Take one step of `count` tokens."""
+        if not count:
+            return
+        now_ns = time.monotonic_ns()
+        if self._last_ns:
+            self._inter_token.observe((now_ns - self._last_ns) / 1e9)
+        else:
+            self._ttft.observe((now_ns - self.started_ns) / 1e9)
+        self._last_ns = now_ns
+
+    def end(self) -> None:
+        """Take the end of a request that reached the engine."""
+        self._metrics.e2e.labels(self._model).observe((time.monotonic_ns() - self.started_ns) / 1e9)
 
 
 class _EngineCollector(Collector):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.openai import DRAINING, INTERNAL, MODEL_LOADING, ApiError
+from agent.errors import DRAINING, INTERNAL, MODEL_LOADING, ApiError
 
 if TYPE_CHECKING:
     from agent.engine.types import Engine

@@ -142,4 +142,6 @@ def test_a_delta_after_the_loop_has_closed_is_harmless():
     async def main():
         return make()[0]
 
-    asyncio.run(main()).put(Delta("x", (1,), "stop"))
+    inbox = asyncio.run(main())
+    inbox.put(Delta("x", (1,), "stop"))
+    assert inbox._texts == ["x"]

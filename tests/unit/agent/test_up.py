@@ -6,14 +6,14 @@ import tomllib
 import pytest
 
 from agent import config as agent_config
-from agent import up
+from agent import plan, up
 from agent.children import Child, ChildError, wait_ready
 from proxy import config as sidecar_config
 from proxy.ask import AskResult
 
 
 def test_the_written_settings_are_right_for_both_rooms(tmp_path):
-    text = up.settings_text(tmp_path, 15000)
+    text = plan.settings_text(tmp_path, 15000)
     sidecar = sidecar_config.load(text, {})
     agent = agent_config.load(text, {})
     assert sidecar.doors.app == "127.0.0.1:15080"
@@ -30,22 +30,22 @@ def test_the_written_settings_are_right_for_both_rooms(tmp_path):
 
 def test_a_path_with_quotes_is_still_toml(tmp_path):
     state = tmp_path / 'a "b" \\c'
-    text = up.settings_text(state, 15000)
+    text = plan.settings_text(state, 15000)
     assert tomllib.loads(text)["audit"]["dir"] == str(state / "audit")
 
 
 def test_where_a_socket_path_is_too_long_the_pools_use_tcp(tmp_path):
-    text = up.settings_text(tmp_path / ("x" * 100), 15000)
+    text = plan.settings_text(tmp_path / ("x" * 100), 15000)
     assert agent_config.load(text, {}).socket == ""
     sidecar = sidecar_config.load(text, {})
     assert sidecar.pools.shared.endpoints == ("http://127.0.0.1:15100",)
-    moved = sidecar_config.load(text, up.port_variables(16000, sidecar))
+    moved = sidecar_config.load(text, plan.port_variables(16000, sidecar))
     assert moved.pools.shared.endpoints == ("http://127.0.0.1:16100",)
 
 
 def test_a_base_port_moves_all_five_ports_and_leaves_sockets(tmp_path):
-    text = up.settings_text(tmp_path, 15000)
-    variables = up.port_variables(16000, sidecar_config.load(text, {}))
+    text = plan.settings_text(tmp_path, 15000)
+    variables = plan.port_variables(16000, sidecar_config.load(text, {}))
     sidecar = sidecar_config.load(text, variables)
     agent = agent_config.load(text, variables)
     addresses = (
@@ -82,7 +82,7 @@ def test_wrong_settings_are_all_listed(tmp_path, monkeypatch, capfd):
 
 
 def test_a_state_directory_in_use_is_refused(tmp_path, monkeypatch, capfd):
-    held = up._prepare(tmp_path / "s")
+    held = plan.lock(tmp_path / "s")
     try:
         assert run(tmp_path, monkeypatch) == 3
     finally:
@@ -99,8 +99,8 @@ def test_a_state_directory_that_cannot_be_made_is_named(tmp_path, monkeypatch, c
 def test_a_taken_port_is_named_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        assert up._listen_problem("127.0.0.1", port) != 0
-    assert up._listen_problem("127.0.0.1", port) == 0
+        assert plan.listen_problem("127.0.0.1", port) != 0
+    assert plan.listen_problem("127.0.0.1", port) == 0
 
 
 RESULT = AskResult(
