@@ -10,14 +10,15 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import agent.config
+import agent.plan
 import proxy.config
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
-# Variables that are no settings of a room: set-up's choice of torch.
-OTHER_VARIABLES = {"TONGGUAN_UP_TORCH"}
+# Variables that are no settings of a room: what set-up and `tongguan up` take.
+OTHER_VARIABLES = set(agent.plan.VARIABLES)
 
 Finding = tuple[int, str]
 
