@@ -40,10 +40,6 @@ def clean_text(text: str, limit: int = TEXT_BYTES) -> str:
     return text if len(data) <= limit else data[:limit].decode("utf-8", "ignore")
 
 
-def _ascii_name(name: object) -> bool:
-    return type(name) is str and name.isascii()
-
-
 def _fits(value: Any, depth: int) -> bool:
     kind = type(value)
     if kind is str:
@@ -65,23 +61,40 @@ def _fits(value: Any, depth: int) -> bool:
     return False
 
 
+def _plain(table: dict[str, Any], depth: int) -> bool:
+    """Say at once that a table fits, if it is as ordinary as nearly all are; False says nothing."""
+    for value in table.values():
+        kind = type(value)
+        if kind is str:
+            if len(value) > TEXT_BYTES or not value.isascii():
+                return False
+        elif kind is int:
+            if not -INT_LIMIT < value < INT_LIMIT:
+                return False
+        elif kind is dict:
+            if depth == DEPTH or not _plain(value, depth + 1):
+                return False
+        elif kind is not bool:
+            return False
+    try:
+        return "".join(table).isascii()
+    except TypeError:  # a name that is no string
+        return False
+
+
 def fit(members: dict[str, Any]) -> dict[str, Any]:
     """Return `members` as they may be written: itself if all fits, else a mended copy.
 
     Strings are cleaned and cut; members that are None, or nested too deep, are left out; a float or
     an integer out of range becomes a string, so that no client can make a record unwritable.
     """
+    if _plain(members, 1):  # this runs once a request
+        return members
     for name, value in members.items():
-        kind = type(value)
-        if kind is str:  # the common cases come first: this runs once a request
-            fits = value.isascii() and (len(value) <= TEXT_BYTES or name in LONG)
-        elif kind is int:
-            fits = -INT_LIMIT < value < INT_LIMIT
-        elif kind is dict:
-            fits = all(type(v) is int and -INT_LIMIT < v < INT_LIMIT for v in value.values())
-            fits = (fits and all(map(_ascii_name, value))) or _fits(value, 1)
+        if type(value) is str and name in LONG:
+            fits = value.isascii()
         else:
-            fits = _fits(value, 1)
+            fits = type(name) is str and name.isascii() and _fits(value, 1)
         if not fits:
             return _mended(members, LONG, 0)
     return members

@@ -1,7 +1,7 @@
 """Records: the kinds, what each must hold, and the builder of `request` records.
 
 The one table (`KINDS`) is enforced where records are written and where they are verified. Pure.
-Client strings and upstream usage are capped and cleaned here or by `canonical.fit`, so that no
+Upstream usage is cleaned here, strings where records are written (`canonical.fit`), so that no
 client can make a record unwritable.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from proxy.audit.canonical import INT_LIMIT, TEXT_BYTES, clean_text
+from proxy.audit.canonical import INT_LIMIT
 
 
 def _is_int(value: Any) -> bool:
@@ -172,10 +172,6 @@ def usage_members(
     }
 
 
-def _text(value: str) -> str:
-    return value if value.isascii() and len(value) <= TEXT_BYTES else clean_text(value)
-
-
 def request_members(
     *,
     trace_id: str,
@@ -205,14 +201,15 @@ def request_members(
     """Return the members of a `request` record; None means unknown and is absent.
 
     `status` is what the client was sent (0: nothing); times are microseconds from the accepted
-    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. The token ids
-    go to the writer beside the members.
+    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. Strings of the
+    client's go in as they are: the writer caps and cleans them. The token ids go to the writer
+    beside the members.
     """
     assert outcome in OUTCOMES
     assert phase in PHASES
     members: dict[str, object] = {
         "trace_id": trace_id,
-        "tenant": _text(tenant),
+        "tenant": tenant,
         "qos": qos,
         "status": status,
         "outcome": outcome,
@@ -226,26 +223,29 @@ def request_members(
     if total_us is not None:
         times["total"] = total_us
     members["times_us"] = times
-    for name, text in (
-        ("traceparent", traceparent),
-        ("model", model),
-        ("served_model", served_model),
-        ("pool", pool),
-        ("prompt_hash", prompt_hash),
-        ("params_hash", params_hash),
-        ("output_hash", output_hash),
-        ("qos_asked", qos_asked),
-    ):
-        if text is not None:
-            plain = text.isascii() and len(text) <= TEXT_BYTES
-            members[name] = text if plain else clean_text(text)
+    if traceparent is not None:
+        members["traceparent"] = traceparent
+    if model is not None:
+        members["model"] = model
+    if served_model is not None:
+        members["served_model"] = served_model
+    if pool is not None:
+        members["pool"] = pool
+    if prompt_hash is not None:
+        members["prompt_hash"] = prompt_hash
+    if params_hash is not None:
+        members["params_hash"] = params_hash
+    if output_hash is not None:
+        members["output_hash"] = output_hash
+    if qos_asked is not None:
+        members["qos_asked"] = qos_asked
     if output_len is not None:
         members["output_len"] = output_len
     if usage:
         members["usage"] = usage
     if envelope_kid is not None:
         members["envelope"] = {
-            "kid": _text(envelope_kid),
+            "kid": envelope_kid,
             "suite": envelope_suite or 0,
             "signature": envelope_signature,
             "mac": envelope_mac,
