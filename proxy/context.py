@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy import trace
-from proxy.audit.record import request_members
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
 from proxy.exchange import PHASE_NAMES, Exchange
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.keys.provider import KeyProvider
     from proxy.observe import Observation
     from proxy.qos.classes import PoolName, QosClass, Verdict
+    from proxy.recorder import Recorder
     from proxy.server import Downstream
     from proxy.sm4.receiver import Receiver
 
@@ -109,6 +109,7 @@ class Context:
         self.keys: KeyProvider | None = None
         self.receiver: Receiver | None = None
         self.audit: AuditWriter | None = None
+        self.recorder: Recorder | None = None
         self.budget = Budget(settings.envelope.unverified_bytes)
         self.observing = Observing(
             enabled=False,
@@ -200,38 +201,16 @@ class Context:
     def record(
         self, exchange: Exchange, observation: Observation, outcome: str, now_ns: int
     ) -> None:
-        """Count a finished exchange and append its record."""
+        """Count a finished exchange and hand it to the recorder."""
         self.counters.finished(exchange, outcome, now_ns)
         if not exchange.trace_id:
+            observation.release()
             return  # refused before it was classed: counted as rejected, not recorded one by one
-        audit = self.audit
-        if audit is None:
-            return
-        since = exchange.since_start_us
-        output_hash, output_len = observation.output()
-        members = request_members(
-            trace_id=exchange.trace_id,
-            traceparent=exchange.traceparent.decode(),
-            tenant=exchange.tenant,
-            qos=exchange.qos,
-            pool=exchange.pool,
-            status=exchange.status,
-            outcome=outcome,
-            phase=PHASE_NAMES[exchange.progress],
-            queue_us=since(exchange.dispatch_ns),
-            first_byte_us=since(exchange.first_byte_ns),
-            total_us=since(now_ns),
-            qos_asked=exchange.asked or None,
-            model=observation.model,
-            served_model=observation.served_model,
-            prompt_hash=observation.prompt_hash,
-            params_hash=observation.params_hash,
-            output_hash=output_hash,
-            output_len=output_len,
-            usage=observation.usage(),
-            **observation.envelope,
-        )
-        audit.append("request", members, observation.token_ids)
+        if self.recorder is not None:
+            phase = PHASE_NAMES[exchange.progress]
+            self.recorder.add(exchange, observation, outcome, phase, now_ns)
+        else:
+            observation.release()
 
     def refused_head(self, door: str, code: str) -> None:
         """Count a request that was refused before anything of it was believed."""

@@ -24,6 +24,7 @@ from proxy.clock import SystemClock
 from proxy.config import Settings, describe, split_address
 from proxy.context import POOL_NAMES, Context
 from proxy.health import Health
+from proxy.recorder import Recorder
 from proxy.server import DoorName, Downstream
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ class Sidecar:
             context.audit = AuditWriter.start(config, self._clock, self._loop, self._gauges)
         except (AuditError, OSError) as problem:
             raise StartError(f"audit.dir: {problem}") from None
+        context.recorder = Recorder(self._loop, context.audit)
         context.observing.enabled = True
 
     def _gauges(self) -> tuple[int, int]:
@@ -330,6 +332,8 @@ class Sidecar:
             from proxy.audit.writer import AuditUnavailableError  # noqa: PLC0415 - loaded by now
 
             context.flush_rejected()
+            if context.recorder is not None:
+                context.recorder.flush()
             try:
                 await context.audit.close()
             except AuditUnavailableError as problem:

@@ -78,7 +78,7 @@ class Observation:
     _keyed = False
     _added: frozenset[str] = NO_FIELDS
     _held = 0
-    _request_kind = b""
+    _request_body = b""
     _request_pieces: list[bytes] | None = None
     _answer_pieces: list[bytes] | None = None
     _hasher: OutputHasher | None = None
@@ -97,35 +97,25 @@ class Observation:
     # -- the request
 
     def request(self, body: bytes, content_type: bytes, *, ask_ids: bool) -> bytes:
-        """Look at a whole request body and return it as it is to be sent."""
+        """Keep a whole request body to look at, and return it as it is to be sent."""
         if not body or b"json" not in content_type.lower() or not self._shared.enabled:
             return body
-        seen = view(body)
-        if seen is None:
+        if self._hold(len(body)):
+            self._request_body = body
+        if not ask_ids:
             return body
-        self._look(body, seen)
-        if ask_ids and seen.prompt is not None:
-            asked = ask_token_ids(body, seen, stream=seen.stream)
-            if asked is not None:
-                body, self._added = asked
+        seen = view(body)
+        if seen is None or seen.prompt is None:
+            return body
+        asked = ask_token_ids(body, seen, stream=seen.stream)
+        if asked is None:
+            return body
+        body, self._added = asked
         return body
-
-    def _look(self, body: bytes, seen: RequestView) -> None:
-        self.model = seen.model
-        if not self._keyed or seen.prompt is None:
-            return
-        start, end = seen.prompt
-        heat = seen.temperature
-        model = seen.model.encode("utf-8", "replace")
-        temperature = b"" if heat is None else body[heat[0] : heat[1]]
-        self.prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
-        rest = b"".join([body[a:b] for a, b in seen.rest])
-        self.params_hash = params_hash(self._key, rest)
 
     def request_begins(self, pieces: list[bytes], content_type: bytes) -> None:
         """Follow a body that streams through; `pieces` have come already."""
-        self._request_kind = content_type
-        if self._keyed and b"json" in content_type.lower():
+        if self._shared.enabled and b"json" in content_type.lower():
             self._request_pieces = []
             for piece in pieces:
                 self.request_piece(piece)
@@ -140,10 +130,10 @@ class Observation:
             self._request_pieces = None
 
     def request_whole(self) -> None:
-        """Look at a body that has streamed through."""
+        """Note that a body that streamed through is whole."""
         pieces, self._request_pieces = self._request_pieces, None
         if pieces:
-            self.request(b"".join(pieces), self._request_kind, ask_ids=False)
+            self._request_body = b"".join(pieces)
 
     # -- the answer
 
@@ -162,7 +152,7 @@ class Observation:
                 )
             if self._keyed and head.status < 300:
                 self._hasher = OutputHasher(self._key)
-        elif self._keyed and readable and b"json" in lower and self.prompt_hash is not None:
+        elif self._request_body and readable and b"json" in lower:
             self._answer_pieces = []
 
     def _on_content(self, index: int, text: str) -> None:
@@ -223,16 +213,13 @@ class Observation:
             if stream.token_ids and not stream.lost:
                 self.token_ids = stream.token_ids
             return rest
-        pieces, self._answer_pieces = self._answer_pieces, None
-        if pieces is not None:
-            self._read_answer(b"".join(pieces))
         return b""
 
     def whole_answer(self, body: bytes) -> bytes:
         """Look at an answer that was held back and return it without what we asked for."""
-        pieces, self._answer_pieces = self._answer_pieces, None
-        if pieces is None and not self._added:
+        if not self._added:
             return body
+        self._answer_pieces = None
         return self._read_answer(body)
 
     def _read_answer(self, body: bytes) -> bytes:
@@ -247,6 +234,27 @@ class Observation:
         return cut
 
     # -- the record
+
+    def complete(self) -> None:
+        """Do what can wait until the client has its answer: hash the request, read the answer."""
+        body = self._request_body
+        seen = view(body) if body else None
+        if seen is not None:
+            self._look(body, seen)
+        if self._answer_pieces:
+            self._read_answer(b"".join(self._answer_pieces))
+
+    def _look(self, body: bytes, seen: RequestView) -> None:
+        self.model = seen.model or None
+        if not self._keyed or seen.prompt is None:
+            return
+        start, end = seen.prompt
+        heat = seen.temperature
+        model = seen.model.encode("utf-8", "replace")
+        temperature = b"" if heat is None else body[heat[0] : heat[1]]
+        self.prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
+        rest = b"".join([body[a:b] for a, b in seen.rest])
+        self.params_hash = params_hash(self._key, rest)
 
     def output(self) -> tuple[str | None, int | None]:
         """Return the output's hash and length, once; None: nothing was handed on, or unknown."""
@@ -270,6 +278,7 @@ class Observation:
             self._shared.held_bytes -= self._held
             self._held = 0
         self._answer_pieces = self._request_pieces = None
+        self._request_body = b""
 
 
 def _usage(reported: dict[str, Any]) -> dict[str, int]:

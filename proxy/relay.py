@@ -404,7 +404,6 @@ class Relay:
             self._intake.release()
         now_ns = context.clock.mono_ns()
         context.record(exchange, self._observation, outcome, now_ns)
-        self._observation.release()
 
 
 def _too_large(context: Context, limit: int) -> RequestError:

@@ -44,7 +44,7 @@ class BodyError(ValueError):
     """A body is not what its type says; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for each request
 class RequestView:
     """What a JSON request shows, as ranges of its bytes.
 
@@ -66,7 +66,7 @@ class RequestView:
     members: Mapping[str, Span]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerFacts:
     """What a JSON answer says, for audit and metrics; absent things are None or missing.
 

@@ -1,0 +1,83 @@
+"""From finished exchanges to audit records, some at a time.
+
+A finished exchange waits here, at most `WAIT_S` or until `BATCH` of them have come; then hashes,
+parsed usage and records are made in one go. The work is the same, but done in one tight loop it
+costs half the CPU of doing it between two packets. Order is the order of ends.
+
+Bounds: `BATCH` exchanges; the bodies they hold count against `audit.observed_bytes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.audit.record import request_members
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from proxy.audit.writer import AuditWriter
+    from proxy.exchange import Exchange
+    from proxy.observe import Observation
+
+WAIT_S = 0.002
+BATCH = 32
+
+_Entry = tuple["Exchange", "Observation", str, str, int]
+
+
+class Recorder:
+    """See the module. Owned by the data loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, audit: AuditWriter) -> None:
+        self._loop = loop
+        self._audit = audit
+        self._waiting: list[_Entry] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(
+        self, exchange: Exchange, observation: Observation, outcome: str, phase: str, end_ns: int
+    ) -> None:
+        """Take a finished exchange; `end_ns` is monotonic."""
+        waiting = self._waiting
+        waiting.append((exchange, observation, outcome, phase, end_ns))
+        if len(waiting) >= BATCH:
+            self.flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(WAIT_S, self.flush)
+
+    def flush(self) -> None:
+        """Append a record for each exchange that waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        append = self._audit.append
+        for exchange, observation, outcome, phase, end_ns in waiting:
+            observation.complete()
+            output_hash, output_len = observation.output()
+            since = exchange.since_start_us
+            members = request_members(
+                trace_id=exchange.trace_id,
+                traceparent=exchange.traceparent.decode(),
+                tenant=exchange.tenant,
+                qos=exchange.qos,
+                pool=exchange.pool,
+                status=exchange.status,
+                outcome=outcome,
+                phase=phase,
+                queue_us=since(exchange.dispatch_ns),
+                first_byte_us=since(exchange.first_byte_ns),
+                total_us=since(end_ns),
+                qos_asked=exchange.asked or None,
+                model=observation.model,
+                served_model=observation.served_model,
+                prompt_hash=observation.prompt_hash,
+                params_hash=observation.params_hash,
+                output_hash=output_hash,
+                output_len=output_len,
+                usage=observation.usage(),
+                **observation.envelope,
+            )
+            append("request", members, observation.token_ids)
+            observation.release()
