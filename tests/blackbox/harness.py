@@ -455,26 +455,15 @@ class Sidecar:
         files = sorted(self.audit_dir.glob("*/*.log"))
         return [line for f in files for line in f.read_bytes().splitlines() if b"\t" in line]
 
-    def record(self, trace_id):
-        """Return the request record of a trace id, waiting for it."""
+    def record(self, value, member="trace_id"):
+        """Return the request record with this trace id (or other member), waiting for it."""
 
         def find():
-            found = [r for r in self.records() if r.get("trace_id") == trace_id]
+            found = [r for r in self.records() if r.get(member) == value]
             assert len(found) <= 1, "two records for one request"
             return found
 
-        return until(find, f"the record of {trace_id}")[0]
-
-    def last_record(self, after):
-        """Return the one request record beyond the first `after` ones, waiting for it."""
-
-        def find():
-            return [r for r in self.records() if r["kind"] == "request"][after:]
-
-        return until(find, "a record")[0]
-
-    def count(self):
-        return sum(r["kind"] == "request" for r in self.records())
+        return until(find, f"the record with {member} {value}")[0]
 
 
 def tongguan(*arguments):
