@@ -21,15 +21,15 @@ import hashlib
 import os
 import queue
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from proxy.audit import ids as token_ids
 from proxy.audit.canonical import encode, fit
-from proxy.audit.chain import Alg, Chain, Head
-from proxy.audit.disk import Committed, Disk, Part, Sealed, SegmentFile
+from proxy.audit.chain import Alg, Chain
+from proxy.audit.disk import Committed, Disk, Part
 from proxy.audit.layout import chain_name, remote_filesystem
+from proxy.audit.pending import Pending
 from proxy.audit.record import REQUIRED
 from proxy.audit.recover import survey
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proxy.audit.ids import SegmentIds, TokenIds
+    from proxy.audit.ids import TokenIds
     from proxy.clock import Clock
 
 PENDING_RECORDS = 8192
@@ -47,9 +47,6 @@ CLOSE_S = 5.0
 # What `append` returns for a record it had to drop.
 LOST = -1
 
-# Room for `segment_end` at the end of a segment.
-_END_ROOM = 1024
-_SEGMENT_KINDS = ("segment_end", "segment_start")
 # A start is not refused for these: the chain comes up unavailable and heals.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LOST_OUTCOMES = 16
@@ -97,37 +94,6 @@ class AuditStats:
     pending: int = 0
     failures: int = 0
     head_seq: int = -1
-
-
-@dataclass(slots=True)
-class _Item:
-    """A record that is not durable yet, with what it takes to chain it again."""
-
-    ticket: int
-    kind: str
-    members: dict[str, Any]
-    ids: Sequence[int] | None
-    wall_ns: int
-    mono_ns: int
-    seq: int = 0
-    line: bytes = b""
-    entry: bytes = b""
-    segment: _Segment | None = None
-
-
-class _Segment:
-    """The writer's view of the segment it fills."""
-
-    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_size", "records", "size")
-
-    def __init__(self, first_seq: int) -> None:
-        self.file = SegmentFile(first_seq)
-        self.records = 0
-        self.size = 0
-        self.ids: SegmentIds | None = None
-        self.ids_digest = hashlib.sha256()
-        self.ids_size = 0
-        self.ids_head = b""
 
 
 @dataclass(slots=True)
@@ -190,16 +156,16 @@ class AuditWriter:
         self._loop = loop
         self._gauges = gauges
         self._pid = os.getpid()
-        self._chain = Chain(config.origin, config.seed_id, config.alg, config.seed)
         self._disk = Disk(chain_dir)
-        self._segment = _Segment(0)
-        self._before: tuple[str, dict[str, Any]] = "", {}
-        self._items: deque[_Item] = deque()
-        self._item_bytes = 0
+        self._pending = Pending(
+            Chain(config.origin, config.seed_id, config.alg, config.seed),
+            origin=config.origin,
+            seed=config.seed,
+            mode=config.token_ids,
+            auditor_public=config.auditor_public,
+            segment_bytes=config.segment_bytes,
+        )
         self._sent = 0
-        self._durable = Head()
-        self._durable_ticket = -1
-        self._ticket = -1
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -253,8 +219,7 @@ class AuditWriter:
         self._add("genesis", genesis)
         for origin, tail in found.undeclared:
             self._add("recovered", tail.members(origin))
-        first = self._take()
-        committed = self._disk.commit(first)
+        committed = self._disk.commit(self._pending.take())
         if committed.error is not None and committed.error.errno not in _PASSING:
             self._disk.close()
             raise AuditError(f"audit directory {config.dir}: {committed.error}") from (
@@ -302,7 +267,7 @@ class AuditWriter:
         Raises `AuditUnavailableError` when it was lost or the disk fails meanwhile (the record is
         still tried again).
         """
-        if 0 <= seq <= self._durable_ticket:
+        if 0 <= seq <= self._pending.durable_ticket:
             return
         if seq == LOST or not self._available or self._drained is not None:
             raise AuditUnavailableError("the audit chain cannot be written now")
@@ -328,7 +293,7 @@ class AuditWriter:
                 await self._drained
         except TimeoutError:
             raise AuditUnavailableError(
-                f"{len(self._items)} audit records could not be written before the end"
+                f"{len(self._pending)} audit records could not be written before the end"
             ) from None
         finally:
             if self._timer is not None:
@@ -341,7 +306,7 @@ class AuditWriter:
     # Order: the loop's side.
 
     def _room(self) -> bool:
-        count, size = len(self._items), self._item_bytes
+        count, size = len(self._pending), self._pending.bytes
         if self._losing:
             self._losing = count > PENDING_RECORDS // 2 or size > PENDING_BYTES // 2
         else:
@@ -369,128 +334,32 @@ class AuditWriter:
         )
 
     def _add(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
-        item = _Item(0, kind, fit(members), ids, self._clock.wall_ns(), self._clock.mono_ns())
-        self._last_ns = item.mono_ns
-        self._place(item)
-        # The seq, but where chaining again moved earlier ones: tickets only grow.
-        self._ticket = item.ticket = max(item.seq, self._ticket + 1)
-        return item.ticket
-
-    def _place(self, item: _Item) -> None:
-        """Chain an item into the current segment, or into a new one if that is full."""
-        head = self._chain.head
-        self._link(item)
-        segment = self._segment
-        limit = self._config.segment_bytes - _END_ROOM
-        full = segment.size + len(item.line) > limit or segment.ids_size > limit
-        if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
-            self._chain.back_to(head)
-            self._roll(item)
-            self._link(item)
-        self._keep(item)
-
-    def _link(self, item: _Item) -> None:
-        members, entry = item.members, b""
-        if item.ids is not None:
-            members, entry = self._with_ids(item)
-        elif item.kind in ("segment_end", "closed"):
-            digest = self._segment.ids_digest.hexdigest()
-            members = {**members, "ids_sha256": digest}
-        item.seq = self._chain.seq
+        wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
         try:
-            item.line = self._chain.line(item.kind, members, item.wall_ns, item.mono_ns)
+            ticket = self._pending.add(kind, fit(members), ids, wall_ns, mono_ns)
         except ValueError as problem:
             raise AuditError(str(problem)) from None
-        item.entry = entry
-
-    def _keep(self, item: _Item) -> None:
-        segment = item.segment = self._segment
-        segment.records += 1
-        segment.size += len(item.line)
-        if item.entry:
-            segment.ids_digest.update(item.entry)
-            segment.ids_size += len(item.entry)
-        self._items.append(item)
-        self._item_bytes += len(item.line) + len(item.entry)
-        self.stats.pending = len(self._items)
-
-    def _with_ids(self, item: _Item) -> tuple[dict[str, Any], bytes]:
-        mode = self._config.token_ids
-        if mode == "off" or item.ids is None:
-            return item.members, b""
-        try:
-            packed = token_ids.pack(item.ids[: token_ids.IDS_LIMIT])
-        except ValueError:
-            return {**item.members, "ids_n": len(item.ids)}, b""
-        segment, seq = self._segment, self._chain.seq
-        if segment.ids is None:
-            self._open_ids(segment)
-        assert segment.ids is not None
-        members = {**item.members, "ids_n": len(item.ids)}
-        if mode == "sealed":
-            members["ids_commit"], entry = segment.ids.seal(seq, packed)
-            members["ids_at"] = segment.ids_size or len(segment.ids_head)
-            return members, entry if segment.ids_size else segment.ids_head + entry
-        members["ids_commit"] = token_ids.commitment(segment.ids.data_key(seq), packed)
-        if mode == "plain":
-            members["ids"] = list(item.ids[: token_ids.PLAIN_LIMIT])
-        return members, b""
-
-    def _open_ids(self, segment: _Segment) -> None:
-        config, first = self._config, segment.file.first_seq
-        if config.token_ids == "sealed":  # noqa: S105 - a mode
-            assert config.auditor_public is not None
-            key = os.urandom(token_ids.KEY_BYTES)
-            segment.ids_head = token_ids.make_head(
-                config.auditor_public, config.origin, first, key, os.urandom(32)
-            )
-        else:
-            key = token_ids.commit_key(config.seed, config.origin, first)
-        segment.ids = token_ids.SegmentIds(key)
-
-    def _roll(self, item: _Item) -> None:
-        """End the segment and begin the next, at the time of the item that did not fit."""
-        self._place_new("segment_end", {}, item)
-        self._begin_segment(self._segment.file.name, {}, item)
-
-    def _begin_segment(self, prev_file: str, more: dict[str, Any], item: _Item) -> None:
-        self._before = prev_file, more
-        self._segment = _Segment(self._chain.seq)
-        self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
-
-    def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
-        self._place(_Item(LOST, kind, members, None, item.wall_ns, item.mono_ns))
+        self._last_ns = mono_ns
+        self.stats.pending = len(self._pending)
+        return ticket
 
     # Flushing, and what comes back.
 
     def _schedule(self) -> None:
         if self._sent or not self._available:
             return  # what comes back from the disk starts the next flush
-        if len(self._items) >= self._config.flush_records:
+        if len(self._pending) >= self._config.flush_records:
             self._flush()
-        elif self._timer is None and self._items:
+        elif self._timer is None and self._pending:
             self._timer = self._loop.call_later(self._config.flush_ms / 1000, self._flush)
 
     def _flush(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._items and not self._sent:
-            self._jobs.put(self._take())
-
-    def _take(self) -> list[Part]:
-        """Hand all items over: one part a segment."""
-        parts: list[Part] = []
-        run: list[_Item] = []
-        for item in self._items:
-            if run and run[-1].segment is not item.segment:
-                parts.append(_part(run))
-                run = []
-            run.append(item)
-        if run:
-            parts.append(_part(run))
-        self._sent = len(self._items)
-        return parts
+        if self._pending and not self._sent:
+            self._sent = len(self._pending)
+            self._jobs.put(self._pending.take())
 
     def _sync_loop(self) -> None:
         while (parts := self._jobs.get()) is not None:
@@ -504,24 +373,20 @@ class AuditWriter:
         """Take the result of a commit: move the durable head, then go on, retry or seal."""
         self._sent = 0
         stats = self.stats
-        for _ in range(committed.records):
-            item = self._items.popleft()
-            self._item_bytes -= len(item.line) + len(item.entry)
-            self._durable_ticket = max(self._durable_ticket, item.ticket)
-            self._durable = Head(item.seq + 1, item.line[-65:-1].decode())
+        self._pending.settle(committed.records)
         stats.records += committed.records
         stats.bytes += committed.size
         stats.syncs += committed.syncs
         stats.sync_seconds_total += committed.seconds
-        stats.head_seq = self._durable.seq - 1
+        stats.head_seq = self._pending.durable.seq - 1
         self._available = committed.error is None
         if committed.error is not None:
             stats.failures += 1
             if not self._loss_reason:
                 self._loss_reason = errno.errorcode.get(committed.error.errno or 0, "io_error")
             if committed.sealed is not None:
-                self._chain_again(committed.sealed)
-        stats.pending = len(self._items)
+                self._pending.chain_again(committed.sealed)
+        stats.pending = len(self._pending)
         self._wake(failed=not self._available)
         if not self._available:
             self._timer = self._loop.call_later(RETRY_S, self._flush)
@@ -531,27 +396,10 @@ class AuditWriter:
             self._add_lost()
         if self._drained is None:
             self._schedule()
-        elif self._items:
+        elif self._pending:
             self._flush()
         elif not self._drained.done():
             self._drained.set_result(None)
-
-    def _chain_again(self, sealed: Sealed) -> None:
-        """Chain what is not durable into a new segment, behind the durable head."""
-        old = [item for item in self._items if item.kind not in _SEGMENT_KINDS]
-        self._items.clear()
-        self._item_bytes = 0
-        self._chain.back_to(self._durable)
-        if self._durable.seq == 0:
-            self._segment = _Segment(0)  # not even genesis: nothing to follow
-        elif sealed.size == 0:
-            # The segment had nothing durable: its successor takes its name and its predecessor.
-            self._begin_segment(*self._before, old[0])
-        else:
-            more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
-            self._begin_segment(sealed.segment.name, more, old[0])
-        for item in old:
-            self._place(item)
 
     def _wake(self, *, failed: bool) -> None:
         if not self._waiters:
@@ -560,7 +408,7 @@ class AuditWriter:
         for ticket, future in self._waiters:
             if future.done():
                 continue
-            if ticket <= self._durable_ticket:
+            if ticket <= self._pending.durable_ticket:
                 future.set_result(None)
             elif failed:
                 future.set_exception(AuditUnavailableError("the audit chain cannot be written now"))
@@ -579,17 +427,6 @@ class AuditWriter:
                 self.append("heartbeat", load)
             quiet = 0.0
         self._heartbeat = self._loop.call_later(max(0.01, every - quiet), self._beat)
-
-
-def _part(run: list[_Item]) -> Part:
-    segment = run[0].segment
-    assert segment is not None
-    return Part(
-        segment.file,
-        b"".join([item.line for item in run]),
-        b"".join([item.entry for item in run]),
-        len(run),
-    )
 
 
 def config_digest(settings: dict[str, Any]) -> str:

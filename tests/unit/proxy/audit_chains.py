@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.audit.findings import Result
 
 SEED = bytes(range(32))
-KEYS = MacKeys({"seed-1": SEED})
+KEYS = MacKeys({"seed1": SEED})
 START_MS = 1_767_225_600_000
 
 
@@ -27,7 +27,7 @@ def config(directory: Path, **changes: Any) -> ChainConfig:
     values: dict[str, Any] = {
         "dir": directory,
         "origin": "local/default/pod/uid/1",
-        "seed_id": "seed-1",
+        "seed_id": "seed1",
         "seed": SEED,
         "alg": "s256",
         "token_ids": "off",
@@ -67,9 +67,9 @@ def run(scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 async def crash(writer: AuditWriter) -> None:
     """End a writer as kill -9 does: nothing more is written, the lock is gone."""
-    if writer._items:
+    if writer._pending:
         with contextlib.suppress(Exception):
-            await writer.durable(writer._ticket)
+            await writer.durable(writer._pending.last_ticket)
     writer._heartbeat.cancel()
     if writer._timer is not None:
         writer._timer.cancel()

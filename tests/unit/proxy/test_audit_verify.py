@@ -55,7 +55,7 @@ def test_an_untouched_chain_is_ok(tmp_path, chain):
 def test_hmac_sm3_chains_verify_too(tmp_path):
     write_chain(tmp_path, alg="sm3")
     assert verdict(tmp_path) == ("ok", None)
-    assert b'"key_id":"seed-1.sm3.0"' in _lines(next(tmp_path.iterdir()))[0]
+    assert b'"key_id":"seed1.sm3.0"' in _lines(next(tmp_path.iterdir()))[0]
 
 
 def test_without_keys_the_best_verdict_is_ok_public(tmp_path, chain):
@@ -103,7 +103,7 @@ def test_a_changed_mac_lists_the_broken_link_behind_it(tmp_path, chain):
 
 
 def test_a_wrong_seed_is_content_mismatch_and_an_unknown_one_key_unknown(tmp_path, chain):
-    assert verdict(tmp_path, MacKeys({"seed-1": bytes(32)})) == ("content_mismatch", 0)
+    assert verdict(tmp_path, MacKeys({"seed1": bytes(32)})) == ("content_mismatch", 0)
     assert classes(tmp_path, MacKeys({"other": SEED})) == [("key_unknown", 0)]
 
 
@@ -146,7 +146,7 @@ def test_swapped_lines_are_found_at_the_first(tmp_path, chain):
 
 def test_an_invented_line_is_content_mismatch_and_its_neighbours_hold(tmp_path, chain):
     lines = _lines(chain)
-    forged = Chain("local/default/pod/uid/1", "seed-1", "s256", bytes(32))
+    forged = Chain("local/default/pod/uid/1", "seed1", "s256", bytes(32))
     line = forged.line("request", request(9), START_MS * 10**6, 0)
     _rewrite(chain, [*lines[:3], line, *lines[3:]])
     assert classes(tmp_path) == [("content_mismatch", 3)]
@@ -223,7 +223,7 @@ def _chained(*records, origin="o"):
             "wall_ns": str(seq),
             "mono_ns": str(seq),
             "prev": prev,
-            "key_id": "seed-1.s256.0",
+            "key_id": "seed1.s256.0",
             **members,
         }
         data = canonical.encode(record)
@@ -294,11 +294,11 @@ def test_later_kinds_are_known(tmp_path):
         ([GENESIS, ("segment_end", {"ids_sha256": HASH}), CLOSED], ("malformed", 2)),
         ([GENESIS, (CLOSED[0], {**CLOSED[1], "ids_sha256": HASH})], ("content_mismatch", 1)),
         ([GENESIS, (BEAT[0], {**LOAD, "mono_ns": str(46 * 10**9)})], ("heartbeat_missing", 1)),
-        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed-1.s256.1"})], ("content_mismatch", 1)),
-        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed-1.md5.0"})], ("key_unknown", 1)),
-        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed-9.s256.0"})], ("key_unknown", 1)),
+        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed1.s256.1"})], ("content_mismatch", 1)),
+        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed1.md5.0"})], ("key_unknown", 1)),
+        ([GENESIS, (BEAT[0], {**LOAD, "key_id": "seed9.s256.0"})], ("key_unknown", 1)),
         (
-            [GENESIS, ("rotate", {"new_key_id": "seed-1.s256.1", "new_key_mac": HASH})],
+            [GENESIS, ("rotate", {"new_key_id": "seed1.s256.1", "new_key_mac": HASH})],
             ("content_mismatch", 1),
         ),
     ],
@@ -332,7 +332,7 @@ def test_a_rotation_under_both_keys_holds(tmp_path):
     new = Hmac("s256", next_key(old))
     record = {
         "v": 1, "kind": "rotate", "seq": 1, "origin": "o", "wall_ns": "1", "mono_ns": "1",
-        "prev": prev, "key_id": "seed-1.s256.0", "new_key_id": "seed-1.s256.1",
+        "prev": prev, "key_id": "seed1.s256.0", "new_key_id": "seed1.s256.1",
     }  # fmt: skip
     record["new_key_mac"] = new.hex(bytes.fromhex(prev) + canonical.encode(record))
     data = canonical.encode(record)
@@ -340,7 +340,7 @@ def test_a_rotation_under_both_keys_holds(tmp_path):
     lines.append(data + b"\t" + mac.encode() + b"\n")
     closed = {
         "v": 1, "kind": "closed", "seq": 2, "origin": "o", "wall_ns": "2", "mono_ns": "2",
-        "prev": mac, "key_id": "seed-1.s256.1", **CLOSED[1],
+        "prev": mac, "key_id": "seed1.s256.1", **CLOSED[1],
     }  # fmt: skip
     data = canonical.encode(closed)
     lines.append(data + b"\t" + new.hex(bytes.fromhex(mac) + data).encode() + b"\n")
@@ -496,13 +496,13 @@ def test_keys_are_derived_as_the_format_says():
     prk = standard.new(bytes(32), SEED, hashlib.sha256).digest()
     info = b"tongguan audit v1\0s256\0o"
     assert chain_key(SEED, "s256", "o") == standard.new(prk, info + b"\1", "sha256").digest()
-    assert KEYS.hmac("seed-1.s256.0", "o") is not None
+    assert KEYS.hmac("seed1.s256.0", "o") is not None
     for bad in (
-        "seed-1.s256.00",
-        "seed-1.s256.-1",
-        "seed-1.s256",
+        "seed1.s256.00",
+        "seed1.s256.-1",
+        "seed1.s256",
         ".s256.0",
-        "seed-1.s256.99999999",
+        "seed1.s256.99999999",
     ):
         assert KEYS.hmac(bad, "o") is None
     assert config(None).seed not in repr(config(None)).encode()

@@ -1,0 +1,243 @@
+"""Records between `append` and the disk: chained, kept until durable, chained again if need be.
+
+No clock, no disk: times come in, bytes go out (`take`), the disk's word comes back (`settle`,
+`chain_again`). It owns the order of a chain, where a segment ends, and token ids; randomness for a
+fresh segment key is the operating system's. Bounds are the caller's: it asks for `len` and `bytes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from proxy.audit import ids as token_ids
+from proxy.audit.chain import Chain, Head
+from proxy.audit.disk import Part, Sealed, SegmentFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.audit.ids import SegmentIds, TokenIds
+
+# Room for `segment_end` at the end of a segment.
+_END_ROOM = 1024
+_SEGMENT_KINDS = ("segment_end", "segment_start")
+
+
+@dataclass(slots=True)
+class _Item:
+    """A record that is not durable yet, with what it takes to chain it again."""
+
+    ticket: int
+    kind: str
+    members: dict[str, Any]
+    ids: Sequence[int] | None
+    wall_ns: int
+    mono_ns: int
+    seq: int = 0
+    line: bytes = b""
+    entry: bytes = b""
+    segment: _Segment | None = None
+
+
+class _Segment:
+    """The writer's view of the segment it fills."""
+
+    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_size", "records", "size")
+
+    def __init__(self, first_seq: int) -> None:
+        self.file = SegmentFile(first_seq)
+        self.records = 0
+        self.size = 0
+        self.ids: SegmentIds | None = None
+        self.ids_digest = hashlib.sha256()
+        self.ids_size = 0
+        self.ids_head = b""
+
+
+class Pending:
+    """The records of a chain that are not durable yet, in order."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        origin: str,
+        seed: bytes,
+        mode: TokenIds,
+        auditor_public: bytes | None,
+        segment_bytes: int,
+    ) -> None:
+        """Begin with segment 0, at whose start `chain` stands."""
+        self.bytes = 0
+        self.durable = Head()
+        self.durable_ticket = -1
+        self._chain = chain
+        self._origin = origin
+        self._seed = seed
+        self._mode = mode
+        self._auditor_public = auditor_public
+        self._segment_bytes = segment_bytes
+        self._segment = _Segment(0)
+        self._before: tuple[str, dict[str, Any]] = "", {}
+        self._items: deque[_Item] = deque()
+        self._ticket = -1
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def last_ticket(self) -> int:
+        """What `add` returned last."""
+        return self._ticket
+
+    def add(
+        self,
+        kind: str,
+        members: dict[str, Any],
+        ids: Sequence[int] | None,
+        wall_ns: int,
+        mono_ns: int,
+    ) -> int:
+        """Chain a record whose members fit; returns its ticket.
+
+        A ticket is the seq, but where chaining again moved earlier records: tickets only grow.
+        Raises ValueError, with the chain where it was, for a record that no line holds.
+        """
+        item = _Item(0, kind, members, ids, wall_ns, mono_ns)
+        self._place(item)
+        self._ticket = item.ticket = max(item.seq, self._ticket + 1)
+        return item.ticket
+
+    def settle(self, records: int) -> None:
+        """Forget the first `records`: they are durable."""
+        for _ in range(records):
+            item = self._items.popleft()
+            self.bytes -= len(item.line) + len(item.entry)
+            self.durable_ticket = max(self.durable_ticket, item.ticket)
+            self.durable = Head(item.seq + 1, item.line[-65:-1].decode())
+
+    def take(self) -> list[Part]:
+        """Hand all items over: one part a segment."""
+        parts: list[Part] = []
+        run: list[_Item] = []
+        for item in self._items:
+            if run and run[-1].segment is not item.segment:
+                parts.append(_part(run))
+                run = []
+            run.append(item)
+        if run:
+            parts.append(_part(run))
+        return parts
+
+    def chain_again(self, sealed: Sealed) -> None:
+        """Chain what is not durable into a new segment, behind the durable head."""
+        old = [item for item in self._items if item.kind not in _SEGMENT_KINDS]
+        self._items.clear()
+        self.bytes = 0
+        self._chain.back_to(self.durable)
+        if self.durable.seq == 0:
+            self._segment = _Segment(0)  # not even genesis: nothing to follow
+        elif sealed.size == 0:
+            # The segment had nothing durable: its successor takes its name and its predecessor.
+            self._begin_segment(*self._before, old[0])
+        else:
+            more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
+            self._begin_segment(sealed.segment.name, more, old[0])
+        for item in old:
+            self._place(item)
+
+    def _place(self, item: _Item) -> None:
+        """Chain an item into the current segment, or into a new one if that is full."""
+        head = self._chain.head
+        self._link(item)
+        segment = self._segment
+        limit = self._segment_bytes - _END_ROOM
+        full = segment.size + len(item.line) > limit or segment.ids_size > limit
+        if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
+            self._chain.back_to(head)
+            self._roll(item)
+            self._link(item)
+        self._keep(item)
+
+    def _link(self, item: _Item) -> None:
+        members, entry = item.members, b""
+        if item.ids is not None:
+            members, entry = self._with_ids(item)
+        elif item.kind in ("segment_end", "closed"):
+            digest = self._segment.ids_digest.hexdigest()
+            members = {**members, "ids_sha256": digest}
+        item.seq = self._chain.seq
+        item.line = self._chain.line(item.kind, members, item.wall_ns, item.mono_ns)
+        item.entry = entry
+
+    def _keep(self, item: _Item) -> None:
+        segment = item.segment = self._segment
+        segment.records += 1
+        segment.size += len(item.line)
+        if item.entry:
+            segment.ids_digest.update(item.entry)
+            segment.ids_size += len(item.entry)
+        self._items.append(item)
+        self.bytes += len(item.line) + len(item.entry)
+
+    def _with_ids(self, item: _Item) -> tuple[dict[str, Any], bytes]:
+        mode = self._mode
+        if mode == "off" or item.ids is None:
+            return item.members, b""
+        try:
+            packed = token_ids.pack(item.ids[: token_ids.IDS_LIMIT])
+        except ValueError:
+            return {**item.members, "ids_n": len(item.ids)}, b""
+        segment, seq = self._segment, self._chain.seq
+        if segment.ids is None:
+            self._open_ids(segment)
+        assert segment.ids is not None
+        members = {**item.members, "ids_n": len(item.ids)}
+        if mode == "sealed":
+            members["ids_commit"], entry = segment.ids.seal(seq, packed)
+            members["ids_at"] = segment.ids_size or len(segment.ids_head)
+            return members, entry if segment.ids_size else segment.ids_head + entry
+        members["ids_commit"] = token_ids.commitment(segment.ids.data_key(seq), packed)
+        if mode == "plain":
+            members["ids"] = list(item.ids[: token_ids.PLAIN_LIMIT])
+        return members, b""
+
+    def _open_ids(self, segment: _Segment) -> None:
+        first = segment.file.first_seq
+        if self._mode == "sealed":
+            assert self._auditor_public is not None
+            key = os.urandom(token_ids.KEY_BYTES)
+            segment.ids_head = token_ids.make_head(
+                self._auditor_public, self._origin, first, key, os.urandom(32)
+            )
+        else:
+            key = token_ids.commit_key(self._seed, self._origin, first)
+        segment.ids = token_ids.SegmentIds(key)
+
+    def _roll(self, item: _Item) -> None:
+        """End the segment and begin the next, at the time of the item that did not fit."""
+        self._place_new("segment_end", {}, item)
+        self._begin_segment(self._segment.file.name, {}, item)
+
+    def _begin_segment(self, prev_file: str, more: dict[str, Any], item: _Item) -> None:
+        self._before = prev_file, more
+        self._segment = _Segment(self._chain.seq)
+        self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
+
+    def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
+        self._place(_Item(-1, kind, members, None, item.wall_ns, item.mono_ns))
+
+
+def _part(run: list[_Item]) -> Part:
+    segment = run[0].segment
+    assert segment is not None
+    return Part(
+        segment.file,
+        b"".join([item.line for item in run]),
+        b"".join([item.entry for item in run]),
+        len(run),
+    )
