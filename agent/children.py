@@ -21,6 +21,7 @@ POLL_S = 0.1
 LAST_LINES = 12
 _LINE_CHARS = 400
 _TAIL_BYTES = 16 << 10
+LOG_BYTES_MAX = 8 << 20
 _KILL_WAIT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -50,7 +51,9 @@ class Child:
     _log_start: int = field(default=0, init=False)
 
     def start(self) -> None:
-        """Start it; its output goes to the end of `log`."""
+        """Start it; its output goes to the end of `log`, or of a fresh one when that is long."""
+        if self.log.exists() and self.log.stat().st_size > LOG_BYTES_MAX:
+            self.log.replace(self.log.with_name(self.log.name + ".old"))
         libc = ctypes.CDLL(None)
 
         def die_with_parent() -> None:

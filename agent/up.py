@@ -11,6 +11,7 @@ It needs neither torch nor the engine itself, only its children do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,8 +49,10 @@ _RECORD_POLL_S = 0.2
 
 def run(*, state: Path, base_port: int | None, question: str, oneshot: bool, ready_s: float) -> int:
     """Do it all; return the exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    # A script's background job ignores SIGINT and nohup SIGHUP; only the second one is meant.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         plans.check_variables(os.environ)
         lock = plans.lock(state)
@@ -75,12 +78,8 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-# With both running.
-
-
 def _run(plan: Plan, question: str, *, oneshot: bool, ready_s: float) -> int:
     agent, sidecar = _children(plan)
-    code = EXIT_OK
     try:
         started = time.monotonic()
         agent.start()
@@ -101,8 +100,9 @@ def _run(plan: Plan, question: str, *, oneshot: bool, ready_s: float) -> int:
     except ChildError as problem:
         raise UpError(str(problem), EXIT_FAILED, problem.lines) from None
     finally:
+        with contextlib.suppress(OSError):  # the terminal may be gone; the children must end
+            say("stopping")
         # The sidecar first: it drains into an agent that still answers.
-        say("stopping")
         sidecar_code = sidecar.stop()
         agent_code = agent.stop()
     for child, ended in ((sidecar, sidecar_code), (agent, agent_code)):
@@ -111,7 +111,7 @@ def _run(plan: Plan, question: str, *, oneshot: bool, ready_s: float) -> int:
                 f"the {child.name} did not end cleanly (code {ended}); its log: {child.log}"
             )
     say(f"stopped cleanly; with the final record: {_verify(plan, live=False)}")
-    return code
+    return EXIT_OK
 
 
 def _children(plan: Plan) -> tuple[Child, Child]:
@@ -238,9 +238,6 @@ def _serve(children: tuple[Child, ...]) -> None:
         for child in children:
             child.check()
         time.sleep(0.5)
-
-
-# Speaking.
 
 
 class _Progress:

@@ -5,8 +5,8 @@ import tomllib
 
 import pytest
 
+from agent import children, plan, up
 from agent import config as agent_config
-from agent import plan, up
 from agent.children import Child, ChildError, wait_ready
 from proxy import config as sidecar_config
 from proxy.ask import AskResult
@@ -192,3 +192,13 @@ def test_up_loads_without_torch():
     import subprocess
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_long_log_is_put_aside(tmp_path):
+    (tmp_path / "log").write_bytes(b"x" * (children.LOG_BYTES_MAX + 1))
+    thing = child(tmp_path, "print('fresh')")
+    thing.start()
+    with pytest.raises(ChildError):
+        wait_ready((thing,), 30, lambda _state: None)
+    assert (tmp_path / "log").read_text() == "fresh\n"
+    assert (tmp_path / "log.old").stat().st_size > children.LOG_BYTES_MAX
