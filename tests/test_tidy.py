@@ -254,7 +254,7 @@ def _tests(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def cannot_fail(_path: str, text: str) -> Iterator[Finding]:
-    words = ("raises", "assert", "check", "expect", "verify", "warns", "fail")
+    words = ("raises", "assert", "check", "expect", "verify", "warns", "fail", "until")
     for test in _tests(text):
         # A property over drawn inputs fails by any exception that it does not expect.
         judged = any("given" in ast.unparse(mark) for mark in test.decorator_list)
