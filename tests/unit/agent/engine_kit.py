@@ -1,5 +1,6 @@
 """Random models of two layers, written in milliseconds, and ways to run an engine to its end."""
 
+import itertools
 import json
 import threading
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ TEMPLATE = (
     "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ARCHITECTURES = ("llama", "qwen2")
+BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def tensors(seed=0, *, bias=False, scale=1.0):
@@ -163,9 +164,9 @@ def tokenizer_json():
             for index, token in enumerate(CONTROL)
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "pre_tokenizer": {"type": "ByteLevel", **BYTE_LEVEL},
         "post_processor": None,
-        "decoder": {"type": "ByteLevel"},
+        "decoder": {"type": "ByteLevel", **BYTE_LEVEL},
         "model": {
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(TOKENS)},
@@ -191,15 +192,15 @@ def steered(token_ids, seed=0):
 
     Attention and FFN write nothing; the head maps each token's own direction to the next one.
     """
-    named = {name: torch.zeros_like(value) for name, value in tensors(seed).items()}
-    for name in named:
-        if "norm" in name:
-            named[name] = torch.ones_like(named[name])
+    named = {
+        name: torch.ones_like(value) if "norm" in name else torch.zeros_like(value)
+        for name, value in tensors(seed).items()
+    }
     directions = torch.randn((VOCAB, HIDDEN), generator=torch.Generator().manual_seed(seed))
     directions = directions / directions.pow(2).mean(-1, keepdim=True).sqrt()
     head = torch.zeros((VOCAB, HIDDEN))
     assert len(set(token_ids[:-1])) == len(token_ids) - 1, "one token, one successor"
-    for now, after in zip(token_ids, token_ids[1:], strict=False):
+    for now, after in itertools.pairwise(token_ids):
         head[after] += directions[now]
     return named | {"model.embed_tokens.weight": directions, "lm_head.weight": head}
 
