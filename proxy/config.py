@@ -139,7 +139,7 @@ class Envelope:
     unverified_bytes: int = setting(64 << 20, "unverified sealed bodies together", ge=1 << 20)
     replay_entries: int = setting(1 << 20, "replay cache, all kids", ge=1)
     replay_entries_per_kid: int = setting(1 << 18, "replay cache, one kid", ge=1)
-    progress_s: float = setting(5.0, "a sealed body without progress frees its share", ge=0.1)
+    progress_s: float = setting(5.0, "a sealed body without progress is refused", ge=0.1)
     state_dir: str = setting("", "volume for the first-start marker; empty: always fence")
 
 

@@ -96,6 +96,9 @@ class Context:
                 for name in Times.__dataclass_fields__
             )
         )
+        # A sealed body holds a share of the budget, so it has to come on faster.
+        sealed_idle_ns = min(int(settings.envelope.progress_s * 1e9), self.times.body_idle_ns)
+        self.body_idle_ns = {"app": self.times.body_idle_ns, "sealed": sealed_idle_ns}
         limits = settings.limits
         self.head_limits = HeadLimits(limits.head_bytes, limits.field_bytes, limits.fields)
         self.pool_settings = {name: getattr(settings.pools, name) for name in POOL_NAMES}

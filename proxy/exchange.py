@@ -37,7 +37,7 @@ class End(Enum):
     ANSWERED = "answered"
     CLIENT_GONE = "client_gone"
     CLIENT_STALLED = "client_stalled"
-    REQUEST_TIMEOUT = "request_timeout"
+    REQUEST_FAILED = "request_failed"  # its body went wrong after an early answer had begun
     NO_UPSTREAM = "no_upstream"
     UPSTREAM_RESET = "upstream_reset"
     UPSTREAM_PROTOCOL = "upstream_protocol"
@@ -68,7 +68,7 @@ _ENDS: dict[End, tuple[Outcome, Outcome, str | None, bool]] = {
     End.ANSWERED: ("ok", "ok", None, False),
     End.CLIENT_GONE: ("client_gone", "client_gone", None, False),
     End.CLIENT_STALLED: ("client_stalled", "client_stalled", None, False),
-    End.REQUEST_TIMEOUT: ("timeout", "timeout", "request_timeout", True),
+    End.REQUEST_FAILED: ("rejected", "rejected", "invalid_request", True),
     End.NO_UPSTREAM: ("upstream_error", "upstream_error", "no_upstream", True),
     End.UPSTREAM_RESET: ("upstream_error", "truncated", "upstream_reset", True),
     End.UPSTREAM_PROTOCOL: ("upstream_error", "truncated", "upstream_protocol", True),

@@ -126,14 +126,13 @@ def request_head(
     route = context.routes[exchange.pool]
     sealed = exchange.door == "sealed"
     host = route.host or (route.endpoint_host if sealed else fields.get(b"host", b"localhost"))
-    exchange.traceparent = traceparent = context.traceparent(fields.get(b"traceparent"))
     head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%btraceparent: %b\r\n%b" % (
         exchange.method,
         exchange.target,
         host,
         lines,
         tenant.request_fields[exchange.qos],
-        traceparent,
+        exchange.traceparent,
         route.authorization,
     )
     if sealed and b"tracestate" in fields:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 FLUSH_EVERY_TICKS = 10
+DROP_KIDS_EVERY_TICKS = 600
 CLOSE_S = 1.0  # for connections to flush their last bytes
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,9 @@ class Sidecar:
         """Start, serve until a signal, drain. Raises StartError."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
+        self._loop.add_signal_handler(
+            signal.SIGHUP, log.warning, "SIGHUP: settings are read at start only"
+        )
         try:
             await self._start()
             await self._stopping.wait()
@@ -276,6 +280,8 @@ class Sidecar:
         self._ticks += 1
         if self._ticks % FLUSH_EVERY_TICKS == 0:
             context.flush_rejected()
+            if context.receiver is not None and self._ticks % DROP_KIDS_EVERY_TICKS == 0:
+                context.receiver.keyring.drop_expired(self._clock.wall_ms())
             for connections in context.connections.values():
                 for connection in list(connections):
                     connection.check_total(now_ns)

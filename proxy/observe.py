@@ -161,7 +161,7 @@ class Observation:
 
     @property
     def changes_length(self) -> bool:
-        """Say whether bytes may be cut out of the answer."""
+        """Say whether bytes may be cut out of the answer as it goes by."""
         return bool(self._added)
 
     @property

@@ -46,6 +46,7 @@ class Relay:
     _connection: UpstreamConnection | None = None
     _tried = NONE_TRIED
     _retried = False
+    _unread = 0  # what a slow client had not taken when last looked at
 
     def __init__(
         self, context: Context, downstream: Downstream, head: RequestHead, now_ns: int
@@ -80,6 +81,7 @@ class Relay:
     def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
         context, exchange = self._context, self._exchange
         exchange.trace_id = context.trace_ids.next(context.clock.wall_ms())
+        exchange.traceparent = context.traceparent(self._request.fields.get(b"traceparent"))
         tenant = self._tenant = context.tenant(exchange.tenant)
         verdict = tenant.known.get(asked)
         if verdict is None or repeated:
@@ -239,7 +241,9 @@ class Relay:
             self._downstream.hold_body(hold=False)
 
     def _request_sent(self) -> None:
-        context = self._context
+        context, connection = self._context, self._connection
+        if connection is not None:
+            connection.request_whole = True
         self._downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
 
     def upstream_refused(self, endpoint: Endpoint) -> None:
@@ -321,13 +325,20 @@ class Relay:
                 connection.resume()
         else:
             self._downstream.deadline_ns = now_ns + times.client_stall_ns
+            self._unread = self._downstream.unread()
             if connection is not None:
                 connection.pause()
 
     def on_deadline(self) -> None:
         """A wait took too long: the client's, or the upstream's."""
-        hits = self._context.counters.limit_hits
-        if self._downstream.write_paused:
+        context, downstream = self._context, self._downstream
+        hits = context.counters.limit_hits
+        if downstream.write_paused:
+            unread = downstream.unread()
+            if unread < self._unread:  # slow, but it reads
+                self._unread = unread
+                downstream.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
+                return
             hits["timeouts.client_stall_s"] += 1
             self._close(End.CLIENT_STALLED)
             return
@@ -354,6 +365,10 @@ class Relay:
             return
         if isinstance(problem, SealedRefusalError):
             self._replier.sealer = problem.sealer
+        if exchange.progress >= Progress.BEGUN:
+            # The upstream answered early and the rest of the request went wrong.
+            self._close(End.REQUEST_FAILED)
+            return
         exchange.status = problem.kind.status
         self._finish(problem.kind.outcome)
         self._replier.refuse(problem, keep=keep)

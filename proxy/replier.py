@@ -21,6 +21,7 @@ from proxy.answer import (
 )
 from proxy.errors import ERRORS, RequestError, error_body
 from proxy.exchange import Progress
+from proxy.observe import WHOLE_ANSWER_BYTES
 from proxy.sm4.envelope import SINGLE_BYTES_MAX
 from proxy.sm4.sealer import SingleTooLargeError
 
@@ -39,7 +40,7 @@ MESSAGES = {
     "upstream_reset": "the upstream closed the connection before its answer was whole",
     "upstream_protocol": "the upstream's answer is not valid HTTP/1.1",
     "upstream_timeout": "the upstream sent nothing in time",
-    "request_timeout": "the request was not complete in time",
+    "invalid_request": "the rest of the request's body was malformed, too large or too slow",
     "draining": "this sidecar is shutting down",
     "internal_error": "the sidecar failed; see its log",
 }
@@ -90,11 +91,11 @@ class Replier:
             self._begin_stream(self.sealer, as_events=b"text/event-stream" in accept.lower())
         elif head.bodiless:
             self._begin(head, Bodiless(head.content_length))
-        elif head.content_length is None:
-            self._begin(head, unlengthed(self._request.minor))
         elif observation.needs_whole_answer:
             self._collected = []
-        elif observation.changes_length and observation.event_stream:
+        elif head.content_length is None or (
+            observation.changes_length and observation.event_stream
+        ):
             self._begin(head, unlengthed(self._request.minor))
         else:
             self._begin(head, Lengthed(head.content_length))
@@ -151,13 +152,26 @@ class Replier:
         self._held += len(data)
         if self.sealer is not None and self._held > SINGLE_BYTES_MAX:
             self._overflow(self.sealer, b"".join(self._collected))
+        elif self.sealer is None and self._held > WHOLE_ANSWER_BYTES:
+            # Too large to hold: it goes on as it is, with the ids that were asked for.
+            collected, self._collected = self._collected, None
+            head = self._observation.head
+            assert head is not None
+            length = head.content_length
+            self._begin(
+                head, unlengthed(self._request.minor) if length is None else Lengthed(length)
+            )
+            self._out.append(b"".join(map(self._begun().data, collected)))
+
+    def _begun(self) -> Answer:
+        assert self._answer is not None
+        return self._answer
 
     def _overflow(self, sealer: ResponseSealer, data: bytes) -> None:
         """Too large for a single envelope: a stream of raw frames instead."""
         self._collected = None
         self._begin_stream(sealer, as_events=False)
-        assert self._answer is not None
-        self._out.append(self._answer.data(data))
+        self._out.append(self._begun().data(data))
 
     def end(self) -> None:
         """Write the regular end."""
@@ -185,8 +199,7 @@ class Replier:
             self._single(self.sealer, head.status, self._observation.content_type, body)
         except SingleTooLargeError:
             self._overflow(self.sealer, body)
-            assert self._answer is not None
-            self._out.append(self._answer.end())
+            self._out.append(self._begun().end())
 
     def _single(self, sealer: ResponseSealer, status: int, kind: str, body: bytes) -> None:
         now_ms = self._context.clock.wall_ms()
@@ -217,12 +230,16 @@ class Replier:
         extra = self.own_fields() if self._exchange.trace_id else b""
         if problem.kind.code == "envelope_stale":
             extra += b"Date: %b\r\n" % http_date(self._context.clock.wall_ms() / 1000)
-        self._downstream.reply(problem, keep=keep and bool(self._request.minor), extra=extra)
+        self._downstream.reply(
+            problem,
+            keep=keep and bool(self._request.minor),
+            extra=extra,
+            bodiless=self._request.method == b"HEAD",
+        )
 
     def error_event(self, code: str) -> None:
         """End a begun event stream between two events: one error event, then the regular end."""
-        answer = self._answer
-        assert answer is not None
+        answer = self._begun()
         event = b"data: " + error_body(ERRORS[code], MESSAGES[code]) + b"\n\n"
         self._out.append(answer.data(event) + answer.end())
 
@@ -241,7 +258,7 @@ class Replier:
         return not self._request.minor or self._downstream.must_close()
 
     def own_fields(self) -> bytes:
-        """Return the header fields that every answer of a classed request carries."""
+        """Return the fields that every answer of a classed request carries."""
         exchange = self._exchange
         queue_ns = upstream_ns = 0
         if exchange.dispatch_ns:

@@ -12,7 +12,13 @@ state has a deadline, checked by `tick`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import socket
+import struct
+import sys
+import termios
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -30,6 +36,7 @@ DoorName = Literal["app", "sealed"]
 WRITE_HIGH_BYTES = 64 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NEVER_NS = 1 << 62
+_RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +169,7 @@ class Downstream(asyncio.Protocol):
         self._chunks = ChunkReader() if head.chunked else None
         self._left = head.content_length or 0
         self._state = State.BODY
-        self.deadline_ns = now_ns + context.times.body_idle_ns
+        self.deadline_ns = now_ns + context.body_idle_ns[self.door]
         rest = len(data) - head.size
         try:
             relay.open()
@@ -175,7 +182,8 @@ class Downstream(asyncio.Protocol):
                 self._state = State.ANSWER
                 self._buffer = data[head.size + self._left :]
             self._expecting = head.expect
-            relay.refuse(problem, keep=not unread)
+            draining = problem.kind.code == "draining"
+            relay.refuse(problem, keep=not unread and not draining)
             return
         if head.expect and not rest and self._transport is not None:
             self._transport.write(CONTINUE)
@@ -203,7 +211,7 @@ class Downstream(asyncio.Protocol):
             if self._relay is not relay:
                 return  # it ended while it took the body
             if not done:
-                self.deadline_ns = context.clock.mono_ns() + context.times.body_idle_ns
+                self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
                 return
             if used < len(data):
                 self._buffer = data[used:]
@@ -216,6 +224,7 @@ class Downstream(asyncio.Protocol):
     def _request_whole(self, relay: Relay) -> None:
         self._state = State.ANSWER
         self.deadline_ns = NEVER_NS
+        self._resume_reading()  # a large body may have paused it; a client that leaves must be seen
         try:
             relay.body_end()
         except RequestError as problem:
@@ -240,7 +249,8 @@ class Downstream(asyncio.Protocol):
                 self.deadline_ns = NEVER_NS
             else:
                 self._resume_reading()
-                self.deadline_ns = self._context.clock.mono_ns() + self._context.times.body_idle_ns
+                context = self._context
+                self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
 
     def body_pending(self) -> bool:
         """Say whether the request's body is not whole yet."""
@@ -256,11 +266,26 @@ class Downstream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.writelines(parts)
 
+    def unread(self) -> int:
+        """Return the answer bytes that the client has not taken: ours and the kernel's."""
+        transport = self._transport
+        if transport is None:
+            return 0
+        endpoint = transport.get_extra_info("socket")
+        queued = 0
+        if endpoint is not None:
+            with contextlib.suppress(OSError):
+                raw = fcntl.ioctl(endpoint.fileno(), termios.TIOCOUTQ, bytes(4))
+                queued = int.from_bytes(raw, sys.byteorder)
+        return transport.get_write_buffer_size() + queued
+
     def must_close(self) -> bool:
         """Say whether the connection closes after this answer."""
         return self._close_after or self._state is State.BODY or self._context.closing
 
-    def reply(self, problem: RequestError, *, keep: bool, extra: bytes = b"") -> None:
+    def reply(
+        self, problem: RequestError, *, keep: bool, extra: bytes = b"", bodiless: bool = False
+    ) -> None:
         """Send a whole answer of our own in clear and end the exchange."""
         kind = problem.kind
         body = problem.body()
@@ -279,13 +304,12 @@ class Downstream(asyncio.Protocol):
             head += b"Retry-After: %d\r\n" % problem.retry_after_s
         if close:
             head += b"Connection: close\r\n"
-        self.write(head + extra + b"\r\n" + body)
+        self.write(head + extra + b"\r\n" + (b"" if bodiless else body))
         self.answer_done(keep=not close)
 
     def answer_done(self, *, keep: bool) -> None:
         """Go on to the next request, or close: politely, reading on while the client sends."""
         self._relay = None
-        self.write_paused = False
         transport = self._transport
         if transport is None:
             return
@@ -294,6 +318,15 @@ class Downstream(asyncio.Protocol):
             self._leave(transport)
             return
         self._state = State.IDLE
+        if self.write_paused:
+            # It asks without reading its answers: the next request waits until it has read.
+            self._pause_reading()
+            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
+            return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        context = self._context
         self.deadline_ns = context.clock.mono_ns() + context.times.keepalive_ns
         self._resume_reading()
         if self._buffer:
@@ -317,7 +350,7 @@ class Downstream(asyncio.Protocol):
             transport.write_eof()  # a head that was refused: nothing more is expected
 
     def _pipelined(self) -> None:
-        if self._state is State.IDLE and self._buffer:
+        if self._state is State.IDLE and self._buffer and not self.write_paused:
             self._next_request()
 
     def cut(self, *, reset: bool) -> None:
@@ -330,13 +363,20 @@ class Downstream(asyncio.Protocol):
         if self._transport is None:
             return
         if reset:
+            # Closing alone would send FIN, which is that answer's regular end.
+            endpoint = self._transport.get_extra_info("socket")
+            if endpoint is not None:
+                endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._transport.abort()
         else:
-            self._transport.close()  # what was written is flushed, no regular end follows it
+            self._close()  # what was written is flushed, no regular end follows it
 
     def _close(self) -> None:
         self._state = State.CLOSED
         if self._transport is not None:
+            # A client that never reads would keep the flush, and its place, for ever.
+            context = self._context
+            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
             self._transport.close()
 
     # -- time and drain
@@ -358,7 +398,7 @@ class Downstream(asyncio.Protocol):
             message = "the request head was not complete in time (timeouts.head_s)"
             self.reply(RequestError("request_timeout", message), keep=False)
         elif self._transport is not None:
-            if state is State.DISCARD:
+            if state in (State.DISCARD, State.CLOSED) or self.write_paused:
                 self._transport.abort()
             else:
                 self._close()
@@ -393,3 +433,5 @@ class Downstream(asyncio.Protocol):
         self.write_paused = False
         if self._relay is not None:
             self._relay.client_writable(writable=True)
+        elif self._state is State.IDLE:
+            self._go_on()

@@ -68,6 +68,7 @@ class UpstreamConnection(asyncio.Protocol):
         "endpoint",
         "idle_since_ns",
         "owner",
+        "request_whole",
         "reused",
         "transport",
     )
@@ -77,6 +78,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.endpoint = endpoint
         self.transport: asyncio.Transport | None = None
         self.reused = False
+        self.request_whole = False  # set by the lessee with the last byte it writes
         self.idle_since_ns = 0
         self._limits = limits
         self._lessee: Lessee | None = None
@@ -94,6 +96,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._lessee = lessee
         self._head = None
         self._answered = False
+        self.request_whole = False
 
     def write(self, data: bytes) -> None:
         """Send request bytes."""
@@ -209,7 +212,9 @@ class UpstreamConnection(asyncio.Protocol):
         assert head is not None
         self._lessee = None
         self._head = None
-        if clean and head.keep_alive and self.unsent() == 0:
+        # An answer may come before its request is whole: what follows would then be read as a
+        # request by the upstream, so such a connection is never used again.
+        if clean and head.keep_alive and self.request_whole and self.unsent() == 0:
             self.owner.put_back(self)
         else:
             if not clean:
