@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agent.answers import DONE, Answer, Usage, model_card, model_list
-from agent.call import Call, ClientGoneError, abort
+from agent.call import Bodies, Call, ClientGoneError, abort
 from agent.engine.types import (
     QOS_CLASSES,
     ChatTemplateError,
@@ -80,6 +80,7 @@ class Api:
         self._bearer = b"Bearer " + token if token else b""
         self._uids = {0, os.getuid(), *map(int, settings.trusted_uids)}
         self._calls: dict[int, Call] = {}
+        self._bodies = Bodies()
         self._long_prompts: Executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     def application(self) -> Starlette:
@@ -169,6 +170,7 @@ class Api:
             send=send,
             settings=self._settings,
             metrics=self._metrics,
+            bodies=self._bodies,
             inbox=Inbox(loop, on_tokens=times.on_tokens, on_behind=lambda: abort(scope)),
             times=times,
             qos_class=self._qos_class(scope, headers),
@@ -178,9 +180,11 @@ class Api:
             self._node.require_engine()
             body = await call.read_body()
         except ApiError as error:
+            call.let_go()
             await call.fail(error)
             return
         except ClientGoneError:
+            call.let_go()
             self._metrics.abandoned.labels("gone").inc()
             return
         async with asyncio.TaskGroup() as tasks:
@@ -194,7 +198,10 @@ class Api:
 
     async def _run(self, call: Call, parse: Callable[[bytes], Job], body: bytes) -> None:
         try:
-            job, prompt_ids = await self._understand(call, parse, body)
+            try:
+                job, prompt_ids = await self._understand(call, parse, body)
+            finally:
+                call.let_go()
             del body
             await self._serve(call, job, prompt_ids)
         except ApiError as error:

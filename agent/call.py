@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agent.answers import event
-from agent.errors import DRAINING, TIMED_OUT, TOO_LARGE, ApiError
+from agent.errors import DRAINING, QUEUE_FULL, TIMED_OUT, TOO_LARGE, ApiError
 from agent.inbox import AbandonedError, Inbox
 from agent.listen import transport_of
 
@@ -36,6 +36,13 @@ class ClientGoneError(Exception):
 
 
 @dataclass(slots=True)
+class Bodies:
+    """How many bytes of bodies are held at the moment, all calls together."""
+
+    held: int = 0
+
+
+@dataclass(slots=True)
 class Call:
     """One request on its way: who asks, and what has been sent."""
 
@@ -44,12 +51,14 @@ class Call:
     send: Send
     settings: Agent
     metrics: Metrics
+    bodies: Bodies
     inbox: Inbox
     times: RequestTimes
     qos_class: str
     request_id: str
     begun: bool = field(default=False, init=False)
     close: bool = field(default=False, init=False)
+    _held: int = field(default=0, init=False)
     _extra: list[tuple[bytes, bytes]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +68,10 @@ class Call:
         self.close = long or b"transfer-encoding" in headers
 
     async def read_body(self) -> bytes:
-        """Return the whole body; raises `ApiError` (408, 413) and `ClientGoneError`."""
+        """Return the whole body; raises `ApiError` (408, 413, 503) and `ClientGoneError`.
+
+        The body counts in `bodies` until `let_go`, which is to be called whatever happens here.
+        """
         limit = self.settings.body_bytes
         if int(dict(self.scope["headers"]).get(b"content-length", b"0")) > limit:
             raise self._too_large()
@@ -78,12 +90,23 @@ class Call:
                 ) from None
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            body += message.get("body", b"")
+            piece = message.get("body", b"")
+            self._held += len(piece)
+            self.bodies.held += len(piece)
+            if self.bodies.held > self.settings.bodies_bytes:
+                self.metrics.limits.labels("bodies_bytes").inc()
+                raise ApiError(QUEUE_FULL, "too many request bytes at once (agent.bodies_bytes)")
+            body += piece
             more = message.get("more_body", False)
             if len(body) > limit:
                 raise self._too_large()
         self.close = False
         return bytes(body)
+
+    def let_go(self) -> None:
+        """Count the body no more: it has become token ids, or an error."""
+        self.bodies.held -= self._held
+        self._held = 0
 
     def _too_large(self) -> ApiError:
         self.metrics.limits.labels("body_bytes").inc()

@@ -67,6 +67,9 @@ class Agent:
     )
 
     body_bytes: int = setting(8 << 20, "a request body", ge=1024)
+    bodies_bytes: int = setting(
+        64 << 20, "request bodies together, until they are token ids", ge=1024
+    )
     pending_tokens: int = setting(
         16384, "tokens generated that a streaming client has not taken", ge=16
     )

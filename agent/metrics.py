@@ -46,8 +46,16 @@ _REQUEST_S = (
 # The engine's word for an end and vLLM's.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
-LIMITS = ("connections", "body_bytes", "queue", "head_s", "body_idle_s", "client_stall_s",
-          "pending_tokens", "grace_s")  # fmt: skip
+LIMITS = (
+    "connections",
+    "body_bytes",
+    "bodies_bytes",
+    "queue",
+    "pending_tokens",
+    "head_s",
+    "body_idle_s",
+    "client_stall_s",
+)
 
 
 class Metrics:

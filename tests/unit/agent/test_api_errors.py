@@ -244,6 +244,23 @@ def test_a_chunked_body_too_large_is_413(start):
     assert answer.headers["connection"] == "close"
 
 
+def test_bodies_that_are_too_many_together_are_503_and_give_their_room_back(start):
+    served = start(bodies_bytes=4096)
+    held = served.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n"
+    held.sendall(head + b" " * 3900)
+    while served.api._bodies.held < 3900:
+        pass
+    answer = served.client.post(TEXT, json={"prompt": "a" * 300})
+    check(answer, 503, "queue_full", None, "agent.bodies_bytes")
+    assert int(answer.headers["retry-after"]) >= 1
+    held.sendall(b" " * 86 + b'{"prompt":"a"}')
+    assert held.recv(65536).startswith(b"HTTP/1.1 200")
+    assert served.client.post(TEXT, json={"prompt": "a" * 30}).status_code == 200
+    assert served.api._bodies.held == 0
+    assert served.metric("tongguan_agent_limit_hits_total", setting="bodies_bytes") == 1
+
+
 def test_a_body_that_stops_coming_is_408(start):
     served = start(body_idle_s=0.05)
     sock = served.connect()
