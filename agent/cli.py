@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="tongguan.toml, or a directory that holds it; its section [agent] is read.",
 )
 def agent(config_path: str | None) -> None:
-    r"""Run the node agent: an OpenAI-compatible API on a model of this node.
+    """Run the node agent: an OpenAI-compatible API on a model of this node.
 
     \b
     Settings come from section [agent] of the file and from TONGGUAN_AGENT_… variables, which win.
@@ -36,7 +36,7 @@ def agent(config_path: str | None) -> None:
     \b
     Exit codes: 0 stopped by a signal; 1 the model cannot be loaded; 2 a setting is wrong;
     3 an address or the token file cannot be used.
-    """
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from agent.config import read
     from agent.lifecycle import EXIT_SETTINGS, log_to_stderr, serve
     from proxy.config import SettingsError
@@ -103,7 +103,7 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
 def up(
     oneshot: bool, question: str | None, state: Path, base_port: int | None, ready_s: float
 ) -> None:
-    r"""Start an agent and a sidecar here, ask one question over the SM4 channel, verify the record.
+    """Start an agent and a sidecar here, ask one question over the SM4 channel, verify the record.
 
     Then serve until Ctrl-C. A second run uses the same keys, settings and chains.
 
@@ -111,7 +111,7 @@ def up(
     Exit codes: 0 the answer came, the audit verified, both ended cleanly; 1 one of these failed;
     2 a setting is wrong; 3 a port, a file or another `up` is in the way; 130 interrupted before
     the answer.
-    """
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from importlib.util import find_spec
 
     from agent.up import QUESTION, run

@@ -154,6 +154,13 @@ def test_sigterm_ends_it_cleanly_and_no_prompt_is_in_the_log(tmp_path, model):
         assert not path.exists()
 
 
+def test_a_signal_while_loading_ends_it_cleanly(tmp_path, model):
+    with AgentProcess(tmp_path / "log", model=model) as process:
+        process.until(lambda: process.admin.get("/readyz").status_code == 503)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(WAIT_S) == 0
+
+
 LONG = {
     "messages": [{"role": "user", "content": PROMPT}],
     "stream": True,

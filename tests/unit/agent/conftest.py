@@ -27,6 +27,7 @@ from agent.engine.types import (
     QueueFull,
 )
 from agent.lifecycle import api_server
+from agent.listen import open_tcp
 from agent.metrics import Metrics
 from agent.node import Node
 
@@ -136,7 +137,7 @@ class Served:
         self.api = Api(self.node, settings, self.metrics, token)
         if engine is not None:
             self.node.loaded(engine, settings.model_names)
-        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.sock = open_tcp("127.0.0.1:0", "agent.listen", 16)
         self.port = self.sock.getsockname()[1]
         sockets = [self.sock]
         if unix_path:
