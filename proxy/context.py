@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from proxy import trace
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
-from proxy.exchange import PHASE_NAMES, Exchange
+from proxy.exchange import PHASE_NAMES
 from proxy.http.http1 import HeadLimits
 from proxy.metrics import Counters
 from proxy.observe import Observing
@@ -201,19 +201,17 @@ class Context:
 
     # -- ends
 
-    def record(
-        self, exchange: Exchange, observation: Observation, outcome: str, now_ns: int
-    ) -> None:
+    def record(self, exchange: Observation, outcome: str, now_ns: int) -> None:
         """Count a finished exchange and hand it to the recorder."""
         self.counters.finished(exchange, outcome, now_ns)
         if not exchange.trace_id:
-            observation.release()
+            exchange.release()
             return  # refused before it was classed: counted as rejected, not recorded one by one
         if self.recorder is not None:
             phase = PHASE_NAMES[exchange.progress]
-            self.recorder.add(exchange, observation, outcome, phase, now_ns)
+            self.recorder.add(exchange, outcome, phase, now_ns)
         else:
-            observation.release()
+            exchange.release()
 
     def refused_head(self, door: str, code: str) -> None:
         """Count a request that was refused before anything of it was believed."""

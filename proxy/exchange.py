@@ -107,7 +107,9 @@ def closing(end: End, progress: Progress, *, event_stream: bool, between_events:
 class Exchange:
     """Facts about one request, from its head to its record. Times: monotonic ns.
 
-    What most requests never set are class attributes: a request is made on the hot path.
+    One object lives for each request; `Observation`, `Replier` and `Relay` add their layer to it, in
+    this order, each in its own file. What most requests never set are class attributes: all this is
+    made on the hot path.
     """
 
     progress = Progress.READING
@@ -124,11 +126,10 @@ class Exchange:
     dispatch_ns = 0
     first_byte_ns = 0
 
-    def __init__(self, door: str, method: bytes, target: bytes, start_ns: int) -> None:
-        self.door = door
-        self.method = method
-        self.target = target
-        self.start_ns = start_ns
+    door = ""
+    method = b""
+    target = b""
+    start_ns = 0
 
     def since_start_us(self, at_ns: int) -> int | None:
         """Return microseconds from the accepted head to `at_ns`; None if that never came (0)."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.audit.hashes import OutputHasher, params_hash, prompt_hash
 from proxy.audit.record import usage_members
+from proxy.exchange import Exchange
 from proxy.http.body import RequestView, ask_token_ids, cut_answer, view
 from proxy.http.sse import StreamObserver
 
@@ -60,8 +61,10 @@ class Observing:
         return True
 
 
-class Observation:
-    """One request's. Defaults are class attributes: one is made for each request."""
+class Observation(Exchange):
+    """The layer that looks: at one request, and at its answer."""
+
+    shared: Observing
 
     model: str | None = None
     served_model: str | None = None
@@ -69,7 +72,7 @@ class Observation:
     params_hash: str | None = None
     token_ids: Sequence[int] | None = None
     envelope: Mapping[str, Any] = MappingProxyType({})
-    head: ResponseHead | None = None
+    answer_head: ResponseHead | None = None
     content_type = ""
     event_stream = False
     between_events = True
@@ -85,20 +88,17 @@ class Observation:
     _stream: StreamObserver | None = None
     _reported: dict[str, Any] | None = None
 
-    def __init__(self, shared: Observing) -> None:
-        self._shared = shared
-
     def use_key(self, key: bytes | None) -> None:
         """Set the tenant's prompt key; without one there are hashes only in plain mode."""
-        shared = self._shared
+        shared = self.shared
         self._keyed = shared.enabled and (key is not None or shared.plain_hashes)
         self._key = None if shared.plain_hashes else key
 
     # -- the request
 
-    def request(self, body: bytes, content_type: bytes, *, ask_ids: bool) -> bytes:
+    def observe_request(self, body: bytes, content_type: bytes, *, ask_ids: bool) -> bytes:
         """Keep a whole request body to look at, and return it as it is to be sent."""
-        if not body or b"json" not in content_type.lower() or not self._shared.enabled:
+        if not body or b"json" not in content_type.lower() or not self.shared.enabled:
             return body
         if self._hold(len(body)):
             self._request_body = body
@@ -113,14 +113,14 @@ class Observation:
         body, self._added = asked
         return body
 
-    def request_begins(self, pieces: list[bytes], content_type: bytes) -> None:
+    def observe_begins(self, pieces: list[bytes], content_type: bytes) -> None:
         """Follow a body that streams through; `pieces` have come already."""
-        if self._shared.enabled and b"json" in content_type.lower():
+        if self.shared.enabled and b"json" in content_type.lower():
             self._request_pieces = []
             for piece in pieces:
-                self.request_piece(piece)
+                self.observe_piece(piece)
 
-    def request_piece(self, data: bytes) -> None:
+    def observe_piece(self, data: bytes) -> None:
         """Follow one more piece."""
         if self._request_pieces is None:
             return
@@ -129,7 +129,7 @@ class Observation:
         else:
             self._request_pieces = None
 
-    def request_whole(self) -> None:
+    def observe_whole(self) -> None:
         """Note that a body that streamed through is whole."""
         pieces, self._request_pieces = self._request_pieces, None
         if pieces:
@@ -137,9 +137,9 @@ class Observation:
 
     # -- the answer
 
-    def answer_begins(self, head: ResponseHead) -> None:
+    def observe_answer(self, head: ResponseHead) -> None:
         """Take the answer's head and decide how its body is followed."""
-        self.head = head
+        self.answer_head = head
         kind = head.fields.get(b"content-type", b"")
         self.content_type = kind.decode("latin-1")
         lower = kind.lower()
@@ -148,7 +148,7 @@ class Observation:
             self.event_stream = True
             if readable:
                 self._stream = StreamObserver(
-                    self._on_content, self._added, self._shared.event_bytes
+                    self._on_content, self._added, self.shared.event_bytes
                 )
             if self._keyed and head.status < 300:
                 self._hasher = OutputHasher(self._key)
@@ -167,7 +167,7 @@ class Observation:
     @property
     def needs_whole_answer(self) -> bool:
         """Say whether the answer has to be whole before a part of it is cut out."""
-        head = self.head
+        head = self.answer_head
         return (
             bool(self._added)
             and not self.event_stream
@@ -178,7 +178,7 @@ class Observation:
     @property
     def stream_fields(self) -> bytes:
         """Header fields that an event stream gets when the upstream gave none of that name."""
-        head = self.head
+        head = self.answer_head
         if not self.event_stream or head is None:
             return b""
         fields = head.fields
@@ -186,7 +186,7 @@ class Observation:
             b"" if b"cache-control" in fields else _CACHE
         )
 
-    def answer_data(self, data: bytes) -> bytes:
+    def observe_data(self, data: bytes) -> bytes:
         """Follow answer bytes; return those to hand on now."""
         stream = self._stream
         if stream is not None:
@@ -203,7 +203,7 @@ class Observation:
             self.between_events = False  # unreadable: nobody can say where an event ends
         return data
 
-    def answer_whole(self) -> bytes:
+    def observe_end(self) -> bytes:
         """Note the regular end of an answer that was handed on as it came; return the rest."""
         stream = self._stream
         if stream is not None:
@@ -215,7 +215,7 @@ class Observation:
             return rest
         return b""
 
-    def whole_answer(self, body: bytes) -> bytes:
+    def without_ids(self, body: bytes) -> bytes:
         """Look at an answer that was held back and return it without what we asked for."""
         if not self._added:
             return body
@@ -267,7 +267,7 @@ class Observation:
         return _usage(reported) if reported else None
 
     def _hold(self, size: int) -> bool:
-        if not self._shared.hold(size):
+        if not self.shared.hold(size):
             return False
         self._held += size
         return True
@@ -275,7 +275,7 @@ class Observation:
     def release(self) -> None:
         """Give the held bytes back."""
         if self._held:
-            self._shared.held_bytes -= self._held
+            self.shared.held_bytes -= self._held
             self._held = 0
         self._answer_pieces = self._request_pieces = None
         self._request_body = b""

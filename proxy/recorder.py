@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     import asyncio
 
     from proxy.audit.writer import AuditWriter
-    from proxy.exchange import Exchange
     from proxy.observe import Observation
 
 WAIT_S = 0.002
 BATCH = 32
 
-_Entry = tuple["Exchange", "Observation", str, str, int]
+_Entry = tuple["Observation", str, str, int]
 
 
 class Recorder:
@@ -35,12 +34,10 @@ class Recorder:
         self._waiting: list[_Entry] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(
-        self, exchange: Exchange, observation: Observation, outcome: str, phase: str, end_ns: int
-    ) -> None:
+    def add(self, exchange: Observation, outcome: str, phase: str, end_ns: int) -> None:
         """Take a finished exchange; `end_ns` is monotonic."""
         waiting = self._waiting
-        waiting.append((exchange, observation, outcome, phase, end_ns))
+        waiting.append((exchange, outcome, phase, end_ns))
         if len(waiting) >= BATCH:
             self.flush()
         elif self._timer is None:
@@ -53,9 +50,9 @@ class Recorder:
             self._timer = None
         waiting, self._waiting = self._waiting, []
         append = self._audit.append
-        for exchange, observation, outcome, phase, end_ns in waiting:
-            observation.complete()
-            output_hash, output_len = observation.output()
+        for exchange, outcome, phase, end_ns in waiting:
+            exchange.complete()
+            output_hash, output_len = exchange.output()
             since = exchange.since_start_us
             members = request_members(
                 trace_id=exchange.trace_id,
@@ -70,14 +67,14 @@ class Recorder:
                 first_byte_us=since(exchange.first_byte_ns),
                 total_us=since(end_ns),
                 qos_asked=exchange.asked or None,
-                model=observation.model,
-                served_model=observation.served_model,
-                prompt_hash=observation.prompt_hash,
-                params_hash=observation.params_hash,
+                model=exchange.model,
+                served_model=exchange.served_model,
+                prompt_hash=exchange.prompt_hash,
+                params_hash=exchange.params_hash,
                 output_hash=output_hash,
                 output_len=output_len,
-                usage=observation.usage(),
-                **observation.envelope,
+                usage=exchange.usage(),
+                **exchange.envelope,
             )
-            append("request", members, observation.token_ids)
-            observation.release()
+            append("request", members, exchange.token_ids)
+            exchange.release()

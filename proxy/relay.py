@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.errors import ERRORS, RequestError
-from proxy.exchange import Action, End, Exchange, Progress, closing
+from proxy.exchange import Action, End, Progress, closing
 from proxy.http.chunked import LAST_CHUNK, frame
 from proxy.intake import SealedIntake, SealedRefusalError, request_head
-from proxy.observe import Observation
 from proxy.qos.classes import UnknownClassError, classify
 from proxy.replier import MESSAGES, Replier
 
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 NONE_TRIED: frozenset[str] = frozenset()
 
 
-class Relay:
-    """One request, from its head to its record."""
+class Relay(Replier):
+    """One request, from its head to its record: the layer that takes it and sends it on."""
 
     _intake: SealedIntake | None = None
     _body_bytes = 0
@@ -40,7 +39,7 @@ class Relay:
     _streaming = False
     _upstream_chunked = False
     _payload = b""
-    _tenant: Tenant | None = None
+    _tenant: Tenant
     _place: PoolState | None = None
     _endpoint: Endpoint | None = None
     _connection: UpstreamConnection | None = None
@@ -51,38 +50,40 @@ class Relay:
     def __init__(
         self, context: Context, downstream: Downstream, head: RequestHead, now_ns: int
     ) -> None:
-        self._context = context
-        self._downstream = downstream
-        self._request = head
-        self.request_method = head.method
-        self._exchange = Exchange(downstream.door, head.method, head.target, now_ns)
-        self._observation = Observation(context.observing)
-        self._replier = Replier(context, downstream, self._exchange, self._observation, head)
+        self.context = context
+        self.shared = context.observing
+        self.downstream = downstream
+        self.request = head
+        self.door = downstream.door
+        self.method = head.method
+        self.target = head.target
+        self.start_ns = now_ns
         self._pieces: list[bytes] = []
+        self._out = []
 
     # -- the request
 
     def open(self) -> None:
         """Take the head: class and place, or the envelope's outer form. Raises RequestError."""
-        context, head = self._context, self._request
+        context, head = self.context, self.request
         limit = context.settings.limits.body_bytes
-        sealed = self._downstream.door == "sealed"
+        sealed = self.downstream.door == "sealed"
         if sealed:
             if context.draining:
                 raise RequestError("draining", "this sidecar takes no new sealed requests")
-            self._intake = SealedIntake(context, self._downstream.peer, head)
+            self._intake = SealedIntake(context, self.downstream.peer, head)
         if head.content_length is not None and head.content_length > limit:
             raise _too_large(context, limit)
         if not sealed:
-            self._exchange.tenant = context.settings.identity.tenant
+            self.tenant = context.settings.identity.tenant
             qos = head.fields.get(b"x-qos-class")
             self._admit(qos, repeated=b"x-qos-class" in head.repeated)
 
     def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
-        context, exchange = self._context, self._exchange
-        exchange.trace_id = context.trace_ids.next(context.clock.wall_ms())
-        exchange.traceparent = context.traceparent(self._request.fields.get(b"traceparent"))
-        tenant = self._tenant = context.tenant(exchange.tenant)
+        context = self.context
+        self.trace_id = context.trace_ids.next(context.clock.wall_ms())
+        self.traceparent = context.traceparent(self.request.fields.get(b"traceparent"))
+        tenant = self._tenant = context.tenant(self.tenant)
         verdict = tenant.known.get(asked)
         if verdict is None or repeated:
             settings = context.settings.qos
@@ -96,11 +97,11 @@ class Relay:
                 )
             except UnknownClassError as problem:
                 raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
-        qos = exchange.qos = verdict.qos
-        exchange.pool = verdict.pool
+        qos = self.qos = verdict.qos
+        self.pool = verdict.pool
         if verdict.capped:
-            exchange.asked = "P0" if asked is None else asked.decode("latin-1").upper()
-        self._observation.use_key(tenant.prompt_key)
+            self.asked = "P0" if asked is None else asked.decode("latin-1").upper()
+        self.use_key(tenant.prompt_key)
         context.counters.started[qos] += 1
         if context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
@@ -113,27 +114,26 @@ class Relay:
     def body_data(self, data: bytes) -> None:
         """Take request body bytes. Raises RequestError."""
         self._body_bytes += len(data)
-        limit = self._context.settings.limits.body_bytes
+        limit = self.context.settings.limits.body_bytes
         if self._body_bytes > limit:
-            raise _too_large(self._context, limit)
+            raise _too_large(self.context, limit)
         if self._intake is not None:
             self._intake.feed(data)
             return
         if self._streaming:
-            self._observation.request_piece(data)
+            self.observe_piece(data)
             self._send_piece(data)
             return
         self._pieces.append(data)
-        if self._body_bytes > self._context.settings.limits.collect_bytes:
+        if self._body_bytes > self.context.settings.limits.collect_bytes:
             self._stream_request()
 
     def body_end(self) -> None:
         """Note that the request is whole. Raises RequestError."""
-        exchange = self._exchange
         self._body_whole = True
-        exchange.request_body_bytes = self._body_bytes
+        self.request_body_bytes = self._body_bytes
         if self._streaming:
-            self._observation.request_whole()
+            self.observe_whole()
             self._send_piece(LAST_CHUNK if self._upstream_chunked else b"", framed=True)
             return
         if self._intake is not None:
@@ -142,52 +142,51 @@ class Relay:
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            fields = self._request.fields
+            fields = self.request.fields
             kind = fields.get(b"content-type", b"")
         self._pieces = []
-        context, intake, tenant = self._context, self._intake, self._tenant
+        context, intake, tenant = self.context, self._intake, self._tenant
         assert tenant is not None
-        pool = context.pool_settings[exchange.pool]
-        body = self._observation.request(body, kind, ask_ids=pool.token_ids)
-        lines = self._request.lines if intake is None else intake.lines
-        head = request_head(context, exchange, tenant, fields, lines)
-        has_body = body or exchange.method not in {b"GET", b"HEAD", b"DELETE", b"OPTIONS"}
+        pool = context.pool_settings[self.pool]
+        body = self.observe_request(body, kind, ask_ids=pool.token_ids)
+        lines = self.request.lines if intake is None else intake.lines
+        head = request_head(context, self, tenant, fields, lines)
+        has_body = body or self.method not in {b"GET", b"HEAD", b"DELETE", b"OPTIONS"}
         length = b"Content-Length: %d\r\n\r\n" % len(body) if has_body else b"\r\n"
         self._payload = head + length + body
         self._lease()
 
     def _open_envelope(self, intake: SealedIntake) -> tuple[bytes, dict[bytes, bytes]]:
         """Open it; from here on every answer is sealed."""
-        exchange = self._exchange
         opened = intake.finish()
-        self._replier.sealer = opened.sealer
-        exchange.tenant = opened.tenant
-        exchange.method = self.request_method = opened.method.encode()
-        exchange.target = opened.target.encode()
+        self.sealer = opened.sealer
+        self.tenant = opened.tenant
+        self.method = opened.method.encode()
+        self.target = opened.target.encode()
         if opened.method in {"CONNECT", "TRACE"}:
             raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
-        self._observation.envelope = intake.facts(opened)
+        self.envelope = intake.facts(opened)
         self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
         intake.release()
-        return opened.body, self._request.fields
+        return opened.body, self.request.fields
 
     def _stream_request(self) -> None:
         """Send a large body through as it comes; it cannot be sent a second time."""
-        exchange, request = self._exchange, self._request
+        request = self.request
         self._streaming = True
         self._upstream_chunked = request.content_length is None
         kind = request.fields.get(b"content-type", b"")
-        self._observation.request_begins(self._pieces, kind)
+        self.observe_begins(self._pieces, kind)
         tenant = self._tenant
         assert tenant is not None
-        head = request_head(self._context, exchange, tenant, request.fields, request.lines)
+        head = request_head(self.context, self, tenant, request.fields, request.lines)
         if self._upstream_chunked:
             self._pieces = [frame(piece) for piece in self._pieces]
             self._payload = head + b"Transfer-Encoding: chunked\r\n\r\n"
         else:
             length = request.content_length or 0
             self._payload = head + b"Content-Length: %d\r\n\r\n" % length
-        self._downstream.hold_body(hold=True)
+        self.downstream.hold_body(hold=True)
         self._lease()
 
     def _send_piece(self, data: bytes, *, framed: bool = False) -> None:
@@ -206,13 +205,13 @@ class Relay:
     def _lease(self) -> None:
         pool = self._place
         assert pool is not None
-        endpoint = pool.pick(self._context.clock.mono_ns(), self._tried)
+        endpoint = pool.pick(self.context.clock.mono_ns(), self._tried)
         if endpoint is None:
             self._close(End.NO_UPSTREAM)
             return
         self._endpoint = endpoint
         endpoint.outstanding += 1
-        self._context.upstreams[pool.name].lease(endpoint, self)
+        self.context.upstreams[pool.name].lease(endpoint, self)
 
     def _return_endpoint(self) -> None:
         endpoint = self._endpoint
@@ -222,13 +221,12 @@ class Relay:
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
         """See `Lessee`."""
-        exchange = self._exchange
-        if exchange.closed:
+        if self.closed:
             connection.give_back()
             return
         self._connection = connection
-        exchange.dispatch_ns = self._context.clock.mono_ns()
-        exchange.progress = Progress.WAITING
+        self.dispatch_ns = self.context.clock.mono_ns()
+        self.progress = Progress.WAITING
         if not self._streaming:
             connection.write(self._payload)
             self._request_sent()
@@ -238,33 +236,33 @@ class Relay:
         if self._body_whole:
             self._request_sent()
         elif not connection.unsent():
-            self._downstream.hold_body(hold=False)
+            self.downstream.hold_body(hold=False)
 
     def _request_sent(self) -> None:
-        context, connection = self._context, self._connection
+        context, connection = self.context, self._connection
         if connection is not None:
             connection.request_whole = True
-        self._downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
+        self.downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
 
     def upstream_refused(self, endpoint: Endpoint) -> None:
         """See `Lessee`: another endpoint may take it; nothing was sent."""
-        context = self._context
+        context = self.context
         pool = self._place
         if pool is not None:
             pool.refuse(endpoint, context.clock.mono_ns())
         self._return_endpoint()
-        if not self._exchange.closed:
+        if not self.closed:
             self._tried |= {endpoint.url}
             self._lease()
 
     def upstream_writable(self, *, writable: bool) -> None:
         """See `Lessee`."""
-        self._downstream.hold_body(hold=not writable)
+        self.downstream.hold_body(hold=not writable)
 
     def upstream_lost(self, end: End, *, answered: bool) -> None:
         """See `Lessee`. Sent again only if provably nothing was processed."""
         connection, self._connection = self._connection, None
-        pool = self._context.pool_settings[self._exchange.pool]
+        pool = self.context.pool_settings[self.pool]
         if (
             end is End.UPSTREAM_RESET
             and not answered
@@ -275,7 +273,7 @@ class Relay:
             and pool.repeatable
         ):
             self._retried = True
-            self._context.counters.retries += 1
+            self.context.counters.retries += 1
             self._return_endpoint()
             self._lease()
             return
@@ -283,30 +281,30 @@ class Relay:
 
     def upstream_head(self, head: ResponseHead) -> None:
         """See `Lessee`."""
-        self._exchange.status = head.status
-        self._observation.answer_begins(head)
-        self._replier.head(head)
+        self.status = head.status
+        self.observe_answer(head)
+        self.answer_begins(head)
 
     def upstream_body(self, data: bytes) -> None:
         """See `Lessee`."""
-        exchange, context = self._exchange, self._context
+        context = self.context
         now_ns = context.clock.mono_ns()
-        if not exchange.first_byte_ns:
-            exchange.first_byte_ns = now_ns
-        downstream = self._downstream
+        if not self.first_byte_ns:
+            self.first_byte_ns = now_ns
+        downstream = self.downstream
         if not downstream.write_paused:
             downstream.deadline_ns = now_ns + context.times.stream_idle_ns
-        exchange.answered_bytes += len(data)
-        self._replier.data(self._observation.answer_data(data))
+        self.answered_bytes += len(data)
+        self.answer_data(self.observe_data(data))
 
     def upstream_pause(self) -> None:
         """See `Lessee`."""
-        self._replier.flush()
+        self.flush()
 
     def upstream_end(self) -> None:
         """See `Lessee`: the answer is whole."""
         self._connection = None
-        self._replier.end()
+        self.answer_ends()
         self._close(End.ANSWERED)
 
     # -- the client
@@ -317,21 +315,21 @@ class Relay:
 
     def client_writable(self, *, writable: bool) -> None:
         """Pause or go on with the upstream: the client reads slowly."""
-        now_ns, times = self._context.clock.mono_ns(), self._context.times
+        now_ns, times = self.context.clock.mono_ns(), self.context.times
         connection = self._connection
         if writable:
-            self._downstream.deadline_ns = now_ns + times.stream_idle_ns
+            self.downstream.deadline_ns = now_ns + times.stream_idle_ns
             if connection is not None:
                 connection.resume()
         else:
-            self._downstream.deadline_ns = now_ns + times.client_stall_ns
-            self._unread = self._downstream.unread()
+            self.downstream.deadline_ns = now_ns + times.client_stall_ns
+            self._unread = self.downstream.unread()
             if connection is not None:
                 connection.pause()
 
     def on_deadline(self) -> None:
         """A wait took too long: the client's, or the upstream's."""
-        context, downstream = self._context, self._downstream
+        context, downstream = self.context, self.downstream
         hits = context.counters.limit_hits
         if downstream.write_paused:
             unread = downstream.unread()
@@ -342,14 +340,14 @@ class Relay:
             hits["timeouts.client_stall_s"] += 1
             self._close(End.CLIENT_STALLED)
             return
-        first = not self._exchange.first_byte_ns
+        first = not self.first_byte_ns
         hits["timeouts.first_byte_s" if first else "timeouts.stream_idle_s"] += 1
         self._close(End.UPSTREAM_TIMEOUT)
 
     def check_total(self, now_ns: int) -> None:
         """Close when the request took longer than `timeouts.request_total_s` in all."""
-        if now_ns - self._exchange.start_ns >= self._context.times.request_total_ns:
-            self._context.counters.limit_hits["timeouts.request_total_s"] += 1
+        if now_ns - self.start_ns >= self.context.times.request_total_ns:
+            self.context.counters.limit_hits["timeouts.request_total_s"] += 1
             self._close(End.UPSTREAM_TIMEOUT)
 
     def expire(self) -> None:
@@ -360,54 +358,52 @@ class Relay:
 
     def refuse(self, problem: RequestError, *, keep: bool) -> None:
         """End with an answer of our own, decided before the upstream answered."""
-        exchange = self._exchange
-        if exchange.closed:
+        if self.closed:
             return
         if isinstance(problem, SealedRefusalError):
-            self._replier.sealer = problem.sealer
-        if exchange.progress >= Progress.BEGUN:
+            self.sealer = problem.sealer
+        if self.progress >= Progress.BEGUN:
             # The upstream answered early and the rest of the request went wrong.
             self._close(End.REQUEST_FAILED)
             return
-        exchange.status = problem.kind.status
+        self.status = problem.kind.status
         self._finish(problem.kind.outcome)
-        self._replier.refuse(problem, keep=keep)
+        self.reply(problem, keep=keep)
 
     def _close(self, end: End) -> None:
         """End the exchange as the table says; a second end of the same request is ignored."""
-        exchange, downstream = self._exchange, self._downstream
-        if exchange.closed:
+        downstream = self.downstream
+        if self.closed:
             return
-        observation, replier = self._observation, self._replier
         if end is End.ANSWERED:
-            exchange.progress = Progress.DONE
+            self.progress = Progress.DONE
             self._finish("ok")
-            replier.done()
+            self.hand_back()
             return
         verdict = closing(
             end,
-            exchange.progress,
-            event_stream=observation.event_stream,
-            between_events=observation.between_events,
+            self.progress,
+            event_stream=self.event_stream,
+            between_events=self.between_events,
         )
         code = verdict.code or ""
         if verdict.action is Action.REPLY:
-            exchange.status = ERRORS[code].status
+            self.status = ERRORS[code].status
         self._finish(verdict.outcome)
         if verdict.action is Action.REPLY:
-            replier.refuse(RequestError(code, MESSAGES[code]), keep=True)
+            self.reply(RequestError(code, MESSAGES[code]), keep=True)
         elif verdict.action is Action.EVENT:
-            replier.error_event(code)
-            replier.done()
+            self.error_event(code)
+            self.hand_back()
         elif verdict.action is Action.CUT:
-            replier.flush()
+            self.flush()
             stalled = end is End.CLIENT_STALLED
-            downstream.cut(reset=stalled or replier.ends_by_close)
+            downstream.cut(reset=stalled or self.ends_by_close)
 
     def _finish(self, outcome: str) -> None:
-        """Free what is held, count, record; runs once for each exchange."""
-        exchange, context = self._exchange, self._context
-        exchange.finish()
+        """Free what is held, count, record; runs once for each self."""
+        context = self.context
+        self.finish()
         if self._connection is not None:
             self._connection.abandon()
             self._connection = None
@@ -418,7 +414,7 @@ class Relay:
         if self._intake is not None:
             self._intake.release()
         now_ns = context.clock.mono_ns()
-        context.record(exchange, self._observation, outcome, now_ns)
+        context.record(self, outcome, now_ns)
 
 
 def _too_large(context: Context, limit: int) -> RequestError:

@@ -21,15 +21,13 @@ from proxy.answer import (
 )
 from proxy.errors import ERRORS, RequestError, error_body
 from proxy.exchange import Progress
-from proxy.observe import WHOLE_ANSWER_BYTES
+from proxy.observe import WHOLE_ANSWER_BYTES, Observation
 from proxy.sm4.envelope import SINGLE_BYTES_MAX
 from proxy.sm4.sealer import SingleTooLargeError
 
 if TYPE_CHECKING:
     from proxy.context import Context
-    from proxy.exchange import Exchange
     from proxy.http.http1 import RequestHead, ResponseHead
-    from proxy.observe import Observation
     from proxy.server import Downstream
     from proxy.sm4.sealer import ResponseSealer
 
@@ -55,61 +53,47 @@ def http_date(wall_s: float) -> bytes:
     ).encode()
 
 
-class Replier:
-    """Writes one answer. `sealer` is set once the request's envelope was opened."""
+class Replier(Observation):
+    """The layer that answers. `sealer` is set once the request's envelope was opened."""
 
+    context: Context
+    downstream: Downstream
+    request: RequestHead
     sealer: ResponseSealer | None = None
-    _answer: Answer | None = None
+    answer: Answer | None = None
     _collected: list[bytes] | None = None  # an answer that has to be whole first
-    _held = 0
-
-    def __init__(
-        self,
-        context: Context,
-        downstream: Downstream,
-        exchange: Exchange,
-        observation: Observation,
-        request: RequestHead,
-    ) -> None:
-        self._context = context
-        self._downstream = downstream
-        self._exchange = exchange
-        self._observation = observation
-        self._request = request
-        self._out: list[bytes] = []  # one write for all that one read of the upstream gave
+    _collected_bytes = 0
+    _out: list[bytes]  # one write for all that one read of the upstream gave
 
     # -- an upstream's answer
 
-    def head(self, head: ResponseHead) -> None:
+    def answer_begins(self, head: ResponseHead) -> None:
         """Choose the form; write the head unless the body has to be whole first."""
-        observation = self._observation
         if self.sealer is not None:
-            if head.bodiless or not observation.event_stream:
+            if head.bodiless or not self.event_stream:
                 self._collected = []
                 return
-            accept = self._request.fields.get(b"accept", b"")
+            accept = self.request.fields.get(b"accept", b"")
             self._begin_stream(self.sealer, as_events=b"text/event-stream" in accept.lower())
         elif head.bodiless:
             self._begin(head, Bodiless(head.content_length))
-        elif observation.needs_whole_answer:
+        elif self.needs_whole_answer:
             self._collected = []
-        elif head.content_length is None or (
-            observation.changes_length and observation.event_stream
-        ):
-            self._begin(head, unlengthed(self._request.minor))
+        elif head.content_length is None or (self.changes_length and self.event_stream):
+            self._begin(head, unlengthed(self.request.minor))
         else:
             self._begin(head, Lengthed(head.content_length))
 
     def _begin(self, head: ResponseHead, answer: Answer) -> None:
-        self._answer = answer
-        self._exchange.progress = Progress.BEGUN
+        self.answer = answer
+        self.progress = Progress.BEGUN
         self._out.append(
             b"".join(
                 (
                     b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason),
                     head.lines,
                     answer.framing(),
-                    self._observation.stream_fields,
+                    self.stream_fields,
                     self.own_fields(),
                     b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
                 )
@@ -118,14 +102,14 @@ class Replier:
 
     def _begin_stream(self, sealer: ResponseSealer, *, as_events: bool) -> None:
         stream = sealer.stream(
-            self._exchange.status,
-            self._observation.content_type,
+            self.status,
+            self.content_type,
             nonce=os.urandom(12),
-            now_ms=self._context.clock.wall_ms(),
+            now_ms=self.context.clock.wall_ms(),
             carrier="sse" if as_events else "raw",
         )
-        answer = self._answer = SealedStream(stream, unlengthed(self._request.minor))
-        self._exchange.progress = Progress.BEGUN
+        answer = self.answer = SealedStream(stream, unlengthed(self.request.minor))
+        self.progress = Progress.BEGUN
         head = self._sealed_head(answer.framing(), event_stream=as_events)
         self._out.append(head + answer.start())
 
@@ -140,32 +124,32 @@ class Replier:
             )
         )
 
-    def data(self, data: bytes) -> None:
+    def answer_data(self, data: bytes) -> None:
         """Write body bytes, or hold them until the body is whole."""
-        answer = self._answer
+        answer = self.answer
         if answer is not None:
             if data:
                 self._out.append(answer.data(data))
             return
         assert self._collected is not None, "body before head"
         self._collected.append(data)
-        self._held += len(data)
-        if self.sealer is not None and self._held > SINGLE_BYTES_MAX:
+        self._collected_bytes += len(data)
+        if self.sealer is not None and self._collected_bytes > SINGLE_BYTES_MAX:
             self._overflow(self.sealer, b"".join(self._collected))
-        elif self.sealer is None and self._held > WHOLE_ANSWER_BYTES:
+        elif self.sealer is None and self._collected_bytes > WHOLE_ANSWER_BYTES:
             # Too large to hold: it goes on as it is, with the ids that were asked for.
             collected, self._collected = self._collected, None
-            head = self._observation.head
+            head = self.answer_head
             assert head is not None
             length = head.content_length
             self._begin(
-                head, unlengthed(self._request.minor) if length is None else Lengthed(length)
+                head, unlengthed(self.request.minor) if length is None else Lengthed(length)
             )
             self._out.append(b"".join(map(self._begun().data, collected)))
 
     def _begun(self) -> Answer:
-        assert self._answer is not None
-        return self._answer
+        assert self.answer is not None
+        return self.answer
 
     def _overflow(self, sealer: ResponseSealer, data: bytes) -> None:
         """Too large for a single envelope: a stream of raw frames instead."""
@@ -173,39 +157,38 @@ class Replier:
         self._begin_stream(sealer, as_events=False)
         self._out.append(self._begun().data(data))
 
-    def end(self) -> None:
+    def answer_ends(self) -> None:
         """Write the regular end."""
-        observation = self._observation
-        if self._answer is None:
+        if self.answer is None:
             assert self._collected is not None, "end before head"
-            body = observation.whole_answer(b"".join(self._collected))
+            body = self.without_ids(b"".join(self._collected))
             self._collected = None
             self._whole(body)
             return
-        answer = self._answer
-        rest = observation.answer_whole()
+        answer = self.answer
+        rest = self.observe_end()
         tail = (answer.data(rest) if rest else b"") + answer.end()
         if tail:
             self._out.append(tail)
 
     def _whole(self, body: bytes) -> None:
-        head = self._observation.head
+        head = self.answer_head
         assert head is not None
         if self.sealer is None:
             self._begin(head, Lengthed(len(body)))
             self._out.append(body)
             return
         try:
-            self._single(self.sealer, head.status, self._observation.content_type, body)
+            self._single(self.sealer, head.status, self.content_type, body)
         except SingleTooLargeError:
             self._overflow(self.sealer, body)
             self._out.append(self._begun().end())
 
     def _single(self, sealer: ResponseSealer, status: int, kind: str, body: bytes) -> None:
-        now_ms = self._context.clock.wall_ms()
+        now_ms = self.context.clock.wall_ms()
         sealed = sealer.single(status, kind, body, nonce=os.urandom(12), now_ms=now_ms)
         framing = b"Content-Length: %d\r\n" % len(sealed)
-        self._exchange.progress = Progress.BEGUN
+        self.progress = Progress.BEGUN
         self._out.append(self._sealed_head(framing, event_stream=False) + sealed)
 
     def flush(self) -> None:
@@ -215,26 +198,26 @@ class Replier:
             return
         self._out = []
         if len(out) == 1:
-            self._downstream.write(out[0])
+            self.downstream.write(out[0])
         else:
-            self._downstream.write_all(out)
+            self.downstream.write_all(out)
 
     # -- answers and endings of our own
 
-    def refuse(self, problem: RequestError, *, keep: bool) -> None:
+    def reply(self, problem: RequestError, *, keep: bool) -> None:
         """Write a whole answer of our own and end the exchange on the connection."""
         if self.sealer is not None:
             self._single(self.sealer, problem.kind.status, "application/json", problem.body())
-            self.done(keep=keep)
+            self.hand_back(keep=keep)
             return
-        extra = self.own_fields() if self._exchange.trace_id else b""
+        extra = self.own_fields() if self.trace_id else b""
         if problem.kind.code == "envelope_stale":
-            extra += b"Date: %b\r\n" % http_date(self._context.clock.wall_ms() / 1000)
-        self._downstream.reply(
+            extra += b"Date: %b\r\n" % http_date(self.context.clock.wall_ms() / 1000)
+        self.downstream.reply(
             problem,
-            keep=keep and bool(self._request.minor),
+            keep=keep and bool(self.request.minor),
             extra=extra,
-            bodiless=self._request.method == b"HEAD",
+            bodiless=self.request.method == b"HEAD",
         )
 
     def error_event(self, code: str) -> None:
@@ -246,27 +229,26 @@ class Replier:
     @property
     def ends_by_close(self) -> bool:
         """Say whether only the connection's end tells the client that the answer is whole."""
-        return self._answer is not None and self._answer.ends_by_close
+        return self.answer is not None and self.answer.ends_by_close
 
-    def done(self, *, keep: bool = True) -> None:
+    def hand_back(self, *, keep: bool = True) -> None:
         """Hand the connection back for the next request, or close it."""
         self.flush()
         keep = keep and not self.ends_by_close and not self._must_close()
-        self._downstream.answer_done(keep=keep)
+        self.downstream.answer_done(keep=keep)
 
     def _must_close(self) -> bool:
-        return not self._request.minor or self._downstream.must_close()
+        return not self.request.minor or self.downstream.must_close()
 
     def own_fields(self) -> bytes:
         """Return the fields that every answer of a classed request carries."""
-        exchange = self._exchange
         queue_ns = upstream_ns = 0
-        if exchange.dispatch_ns:
-            queue_ns = exchange.dispatch_ns - exchange.start_ns
-            upstream_ns = self._context.clock.mono_ns() - exchange.dispatch_ns
+        if self.dispatch_ns:
+            queue_ns = self.dispatch_ns - self.start_ns
+            upstream_ns = self.context.clock.mono_ns() - self.dispatch_ns
         return b"%b%b\r\nServer-Timing: queue;dur=%.3f, upstream;dur=%.3f\r\n" % (
-            self._context.answer_fields[exchange.qos],
-            exchange.trace_id.encode(),
+            self.context.answer_fields[self.qos],
+            self.trace_id.encode(),
             queue_ns / 1e6,
             upstream_ns / 1e6,
         )

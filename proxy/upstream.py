@@ -27,7 +27,7 @@ WRITE_HIGH_BYTES = 64 << 10
 class Lessee(Protocol):
     """Who holds a connection: told what the upstream sends."""
 
-    request_method: bytes
+    method: bytes
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
         """Take the leased connection; the request may be written now."""
@@ -160,7 +160,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _heads(self, lessee: Lessee, data: bytes) -> None:
         start = 0
         while True:
-            head = parse_response(data, self._limits, lessee.request_method, start)
+            head = parse_response(data, self._limits, lessee.method, start)
             if head is None:
                 self._buffer = data[start:]
                 return
