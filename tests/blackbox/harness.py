@@ -48,7 +48,8 @@ class Wire:
         self.sock = sock
         self.buffer = b""
         sock.settimeout(WAIT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *parts):
         for part in parts:
@@ -193,7 +194,11 @@ class Client(Wire):
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.settimeout(WAIT_S)
-        sock.connect(("127.0.0.1", port))
+        try:
+            sock.connect(("127.0.0.1", port))
+        except OSError:
+            sock.close()
+            raise
         super().__init__(sock)
 
     def head(self):
@@ -269,10 +274,14 @@ class Upstream:
     closed ends that connection's thread.
     """
 
-    def __init__(self):
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.port = self.listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, path=None):
+        if path is None:
+            self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+            self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        else:
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(str(path))
+            self.listener.listen()
         self.wires = []
         self.answering(ok)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -413,8 +422,19 @@ class Sidecar:
     def __enter__(self):
         return self.start()
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         self.kill()
+        if kind is None:
+            # An exception in a callback kills no process: only the log tells.
+            bad = [line for line in self.log.splitlines() if " ERROR " in line or "Trace" in line]
+            assert bad == [], self.log
+
+    def idle(self):
+        """Wait until nothing is held for any request."""
+        names = ("pool_inflight", "unverified_bytes", "connections")
+        for name in names:
+            until(lambda n=name: self.metric(f"tongguan_proxy_{n}") == 0, f"no {name}")
+        return True
 
     def client(self, **options):
         return Client(self.app, **options)

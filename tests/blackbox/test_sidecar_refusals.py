@@ -1,5 +1,6 @@
 """What bad heads, bodies and peers get: refusals, limits, timeouts; nothing else suffers."""
 
+import random
 import socket
 import time
 
@@ -403,6 +404,20 @@ def test_a_head_alone_does_not_stop_the_first_byte_timeout(sidecar, upstream, in
     assert 0.55 < time.monotonic() - start < 2
 
 
+def test_event_stream_that_is_silent_from_its_head_on_ends_with_an_error_event(sidecar, upstream):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + CHUNKED + b"\r\n\r\n"
+
+    def script(seen):
+        seen.reply(head)
+        seen.wire.ended()
+
+    upstream.answering(script)
+    answer = sidecar.ask(post(CHAT))
+    assert answer.status == 200
+    assert b'"upstream_timeout"' in answer.body
+    assert sidecar.record(answer.trace_id)["outcome"] == "timeout"
+
+
 def test_refusal_of_our_own_to_head_has_no_body(sidecar, upstream):
     def script(seen):
         seen.reply()
@@ -467,3 +482,67 @@ def test_unknown_class_is_refused_where_policy_says_so(tmp_path, upstream):
         assert (answer.status, answer.error()) == (400, "invalid_request")
         assert upstream.seen == []
         assert sidecar.ask(post(CHAT, b"X-QoS-Class: P2")).get("X-QoS-Class") == b"P2"
+
+
+def mutated(rng):
+    """Return bytes that look like requests, bent in a few places."""
+    seeds = [post(CHAT), get(b"/a", b"X: 1"), framed(CHUNKED, body=chunk(CHAT) + LAST_CHUNK)]
+    data = bytearray(b"".join(rng.choices(seeds, k=2)))
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randrange(1, 30)]
+            case 2:
+                data[at:at] = rng.randbytes(rng.randrange(1, 5))
+            case _:
+                data[at:at] = rng.choice([b"\r\n", b"\n", b"\r", b"\0", b": ", b"0\r\n\r\n"])
+    return bytes(data)
+
+
+def test_bent_requests_disturb_nobody_else(sidecar, upstream):
+    rng = random.Random(14)
+    with sidecar.client() as bystander:
+        for i in range(300):
+            with sidecar.client() as client:
+                client.send(mutated(rng))
+                if i % 3:
+                    client.sock.shutdown(socket.SHUT_WR)
+                    client.ended()
+            if i % 25 == 0:
+                upstream.script = ok
+                assert bystander.send(post(CHAT)).answer().body == b"{}"
+    for seen in upstream.seen:
+        assert b"\n" not in seen.raw.replace(b"\r\n", b"")
+        assert b"\r" not in seen.raw.replace(b"\r\n", b"")
+        assert b"\0" not in seen.raw
+    assert sidecar.idle()
+
+
+def test_bent_answers_disturb_nobody_else(sidecar, upstream):
+    rng = random.Random(15)
+    stream = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + CHUNKED + b"\r\n\r\n"
+    seeds = [OK, stream + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + LAST_CHUNK]
+    for i in range(200):
+        data = bytearray(seeds[i % 2])
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            if rng.random() < 0.5:
+                data[at] = rng.randrange(256)
+            else:
+                del data[at : at + rng.randrange(1, 20)]
+
+        def script(seen, data=bytes(data)):
+            seen.reply(data)
+            seen.wire.close()
+
+        upstream.answering(script)
+        with sidecar.client() as client:
+            raw, _ = client.send(post(CHAT, b"Connection: close")).rest()
+            assert raw.startswith(b"HTTP/1.1 ")
+            assert raw.count(b"HTTP/1.1 ") == 1
+    upstream.answering(ok)
+    assert sidecar.ask(post(CHAT)).body == b"{}"
+    assert sidecar.idle()

@@ -36,7 +36,7 @@ def backend():
 def sidecar(tmp_path_factory, backend):
     folder = tmp_path_factory.mktemp("relay")
     keys = new_keys(folder / "keys")
-    toml = '[tenants.default]\nmax_class = "P1"\n'
+    toml = '[pools.best_effort]\nhost = "model.test"\nrepeatable = true\n'
     with Sidecar(folder / "sidecar", backend.url, keys=keys, toml=toml) as sidecar:
         yield sidecar
 
@@ -464,3 +464,76 @@ def test_idle_client_that_shuts_down_is_let_go(sidecar):
     with sidecar.client() as client:
         client.sock.shutdown(socket.SHUT_WR)
         assert client.rest() == (b"", True)
+
+
+def test_idle_connection_that_the_upstream_closed_is_not_used(sidecar, upstream):
+    def script(seen):
+        seen.reply(OK)
+        until(lambda: told, "the client to have its answer")
+        seen.wire.close()
+
+    told = []
+    upstream.answering(script)
+    with sidecar.client() as client:
+        assert client.send(post(CHAT)).answer().status == 200
+        closed = upstream.last().wire
+        idle = sidecar.metric("tongguan_proxy_pool_idle_connections", pool="shared")
+        told.append(True)
+        until(
+            lambda: sidecar.metric("tongguan_proxy_pool_idle_connections", pool="shared") < idle,
+            "the idle connection to be forgotten",
+        )
+        upstream.answering(ok)
+        assert client.send(post(CHAT)).answer().status == 200
+        assert upstream.last().wire is not closed
+
+
+@pytest.mark.parametrize(("qos", "status"), [(b"P1", 502), (b"P2", 200)])
+def test_request_is_sent_again_only_where_the_pool_is_repeatable(sidecar, upstream, qos, status):
+    def script(seen):
+        seen.reply()
+        if len(upstream.seen) == 1:
+            seen.wire.send(OK)
+        elif len(upstream.seen) == 2:
+            seen.wire.close()
+        else:
+            seen.wire.send(OK)
+
+    upstream.answering(script)
+    fields = b"X-QoS-Class: " + qos
+    with sidecar.client() as client:
+        assert client.send(post(CHAT, fields)).answer().status == 200
+        assert client.send(post(CHAT, fields)).answer().status == status
+    assert len(upstream.seen) == (3 if status == 200 else 2)
+
+
+def test_pools_host_overrides_the_clients(sidecar, upstream):
+    sidecar.ask(post(CHAT, b"X-QoS-Class: P2"))
+    assert upstream.last().get("Host") == b"model.test"
+
+
+def test_upstream_on_a_unix_socket(tmp_path):
+    path = tmp_path / "socket"
+    with Upstream(path) as upstream, Sidecar(tmp_path / "s", f"unix:{path}") as sidecar:
+        assert sidecar.ask(post(CHAT)).status == 200
+        assert upstream.last().payload == CHAT
+
+
+def test_request_that_takes_longer_than_any_may_is_ended(tmp_path, upstream):
+    event = chunk(b"data: 1\n\n")
+
+    def script(seen):
+        seen.reply(SSE_HEAD)
+        while True:
+            seen.wire.send(event)
+            time.sleep(0.05)
+
+    upstream.answering(script)
+    with Sidecar(tmp_path / "s", upstream.url, TIMEOUTS_REQUEST_TOTAL_S=0.3) as sidecar:
+        answer = sidecar.ask(post(CHAT))
+    assert b'"upstream_timeout"' in answer.body[-300:]
+
+
+def test_nothing_is_held_when_all_is_done(sidecar, upstream):
+    assert sidecar.ask(post(CHAT)).status == 200
+    assert sidecar.idle()

@@ -578,6 +578,11 @@ def test_plain_limits_of_http_hold_before_the_envelope(sidecar, channel):
     assert (answer.status, answer.error()) == (400, "invalid_request")
 
 
+def test_nothing_is_held_when_all_is_done(sidecar, upstream, channel):
+    assert refused(ask(sidecar, channel.seal(CHAT).request()[:-1] + b"x")) in REFUSED
+    assert sidecar.idle()
+
+
 # --- processes of their own
 
 

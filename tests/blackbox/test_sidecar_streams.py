@@ -505,3 +505,8 @@ def test_output_hash_covers_what_was_handed_to_a_client_that_left(sidecar, upstr
     record = sidecar.record(head.trace_id)
     assert record["output_hash"] == hmac.digest(bytes.fromhex(key), b"one", "sha256").hex()
     assert record["output_len"] == 3
+
+
+def test_nothing_is_held_when_all_is_done(sidecar, upstream):
+    assert sidecar.ask(post(CHAT)).status == 200
+    assert sidecar.idle()

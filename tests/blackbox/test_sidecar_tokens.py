@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from tests.blackbox.channel import Channel
 from tests.blackbox.harness import (
     LAST_CHUNK,
     SSE_HEAD,
+    Client,
     Sidecar,
     Upstream,
     chunk,
@@ -184,3 +186,20 @@ def test_the_auditor_opens_the_ids_of_an_answer(sidecar, upstream, keys):
     shown = tongguan(*arguments, "--auditor-key", keys / "auditor.json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["ids"] == IDS
+
+
+@pytest.mark.parametrize("size", [10, 2 << 20])
+def test_sealed_answer_is_cut_too(sidecar, upstream, keys, size):
+    def script(seen):
+        asked = json.loads(seen.body()).get("return_token_ids") is True
+        answer = whole(asked).replace(b"Paris.", b"x" * size)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        seen.reply(head % len(answer) + answer)
+
+    upstream.answering(script)
+    sealed = Channel(keys / "client.json").seal(PLAIN)
+    with Client(sidecar.sealed) as client:
+        answer = client.send(sealed.request()).answer()
+    body = sealed.open(answer)[2]
+    assert body == whole(asked=False).replace(b"Paris.", b"x" * size)
+    assert sidecar.record(answer.trace_id)["ids_n"] == len(IDS)
