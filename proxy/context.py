@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy import trace
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
-from proxy.exchange import PHASE_NAMES
 from proxy.http.http1 import HeadLimits
+from proxy.lanes import Route, Tenant, tenant_lanes
 from proxy.metrics import Counters
 from proxy.observe import Observing
-from proxy.qos.classes import CLASSES, POOL_OF, classify
+from proxy.qos.classes import CLASSES
 from proxy.qos.pools import Endpoint, PoolState
 from proxy.sm4.receiver import Budget
 from proxy.upstream import Upstreams
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
+    from proxy.config import Pool
     from proxy.keys.provider import KeyProvider
     from proxy.observe import Observation
-    from proxy.qos.classes import PoolName, QosClass, Verdict
+    from proxy.qos.classes import PoolName
     from proxy.recorder import Recorder
     from proxy.server import Downstream
     from proxy.sm4.receiver import Receiver
@@ -58,28 +59,6 @@ class Times:
     discard_ns: int
 
 
-@dataclass(slots=True)
-class Route:
-    """What a pool adds to a request's head; `authorization` is a whole field line, or empty."""
-
-    host: bytes
-    endpoint_host: bytes
-    authorization: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """What a request of one tenant needs to know, looked up once.
-
-    `known` has the verdict of each plain header value, None the header's absence.
-    """
-
-    max_class: QosClass
-    prompt_key: bytes | None
-    known: dict[bytes | None, Verdict]
-    request_fields: dict[QosClass, bytes]  # X-QoS-Class and X-Tenant-Id as sent upstream
-
-
 class Context:
     """See the module."""
 
@@ -101,12 +80,7 @@ class Context:
         self.body_idle_ns = {"app": self.times.body_idle_ns, "sealed": sealed_idle_ns}
         limits = settings.limits
         self.head_limits = HeadLimits(limits.head_bytes, limits.field_bytes, limits.fields)
-        self.pool_settings = {name: getattr(settings.pools, name) for name in POOL_NAMES}
-        self.pools: dict[PoolName, PoolState] = {}
-        self.upstreams: dict[str, Upstreams] = {}
-        self.routes: dict[PoolName, Route] = {}
-        for name in POOL_NAMES:
-            self._add_pool(name)
+        self.routes: dict[PoolName, Route] = {name: self._route(name) for name in POOL_NAMES}
         self.connections: dict[str, set[Downstream]] = {"app": set(), "sealed": set()}
         self.trace_ids = TraceIds(machine_from_node(machine))
         self.keys: KeyProvider | None = None
@@ -126,31 +100,31 @@ class Context:
         self._alarms: dict[tuple[str, str], tuple[int, int]] = {}
         # Span ids have to be unlike each other, not secret; seeded once by the system.
         self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
+        self.own_tenant = settings.identity.tenant
+        self.body_bytes_max = limits.body_bytes
+        self.collect_bytes = limits.collect_bytes
         self._tenants: dict[str, Tenant] = {}
-        self.inflight_bound: dict[QosClass, int] = {
-            "P0": settings.qos.p0.inflight,
-            "P1": settings.pools.shared.inflight,
-            "P2": settings.pools.best_effort.inflight,
-        }
-        self.answer_fields = {
-            qos: f"X-QoS-Class: {qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: ".encode()
-            for qos, pool in POOL_OF.items()
-        }
+        # Wall time less monotonic time, refreshed by the tick: good to a clock step for labels.
+        self.wall_offset_ns = clock.wall_ns() - clock.mono_ns()
 
-    def _add_pool(self, name: PoolName) -> None:
-        pool = self.pool_settings[name]
+    def _route(self, name: PoolName) -> Route:
+        pool: Pool = getattr(self.settings.pools, name)
         endpoints = [Endpoint(url, split_endpoint(url)) for url in pool.endpoints]
-        self.pools[name] = PoolState(name, endpoints, pool.inflight)
-        self.upstreams[name] = Upstreams(
-            self.loop,
-            self.head_limits,
-            connect_s=self.settings.timeouts.connect_s,
-            keepalive_s=pool.keepalive_s,
-            idle_max=pool.idle_connections,
-        )
         first = endpoints[0].address
         host = "localhost" if isinstance(first, str) else f"{first[0]}:{first[1]}"
-        self.routes[name] = Route(pool.host.encode(), host.encode())
+        return Route(
+            name=name,
+            settings=pool,
+            state=PoolState(name, endpoints, pool.inflight),
+            upstreams=Upstreams(
+                self.loop,
+                self.head_limits,
+                connect_s=self.settings.timeouts.connect_s,
+                keepalive_s=pool.keepalive_s,
+                idle_max=pool.idle_connections,
+            ),
+            endpoint_host=host.encode(),
+        )
 
     # -- facts a request asks for
 
@@ -159,26 +133,15 @@ class Context:
         found = self._tenants.get(name)
         if found is not None:
             return found
-        qos = self.settings.qos
         row = self.settings.tenants.get(name)
-        max_class: QosClass = "P1" if row is None else row.max_class
-        values = (None, *(c.encode() for c in CLASSES), *(c.lower().encode() for c in CLASSES))
-        made = Tenant(
-            max_class=max_class,
+        counters = self.counters
+        made = tenant_lanes(
+            name,
+            max_class="P1" if row is None else row.max_class,
             prompt_key=None if self.keys is None else self.keys.prompt_key(name),
-            known={
-                value: classify(
-                    value,
-                    repeated=False,
-                    default=qos.default_class,
-                    reject_unknown=False,
-                    max_class=max_class,
-                )
-                for value in values
-            },
-            request_fields={
-                c: f"X-QoS-Class: {c}\r\nX-Tenant-Id: {name}\r\n".encode() for c in CLASSES
-            },
+            qos=self.settings.qos,
+            routes=self.routes,
+            histograms={c: (counters.duration[c], counters.first_byte[c]) for c in CLASSES},
         )
         if len(self._tenants) < TENANTS_MAX:
             self._tenants[name] = made
@@ -197,19 +160,17 @@ class Context:
 
     def in_flight(self) -> int:
         """Return the requests in flight over all pools."""
-        return sum(pool.inflight for pool in self.pools.values())
+        return sum(route.state.inflight for route in self.routes.values())
 
     # -- ends
 
-    def record(self, exchange: Observation, outcome: str, now_ns: int) -> None:
-        """Count a finished exchange and hand it to the recorder."""
-        self.counters.finished(exchange, outcome, now_ns)
-        if not exchange.trace_id:
-            exchange.release()
-            return  # refused before it was classed: counted as rejected, not recorded one by one
-        if self.recorder is not None:
-            phase = PHASE_NAMES[exchange.progress]
-            self.recorder.add(exchange, outcome, phase, now_ns)
+    def record(self, exchange: Observation, outcome: str) -> None:
+        """Hand a finished exchange to the recorder.
+
+        One that was refused before it was classed is counted as rejected, not recorded by itself.
+        """
+        if self.recorder is not None and exchange.trace_id:
+            self.recorder.add(exchange, outcome)
         else:
             exchange.release()
 

@@ -107,9 +107,9 @@ def closing(end: End, progress: Progress, *, event_stream: bool, between_events:
 class Exchange:
     """Facts about one request, from its head to its record. Times: monotonic ns.
 
-    One object lives for each request; `Observation`, `Replier` and `Relay` add their layer to it, in
-    this order, each in its own file. What most requests never set are class attributes: all this is
-    made on the hot path.
+    One object lives for each request; `Observation`, `Replier` and `Relay` add their layer to it,
+    in this order, each in its own file. What most requests never set are class attributes: all this
+    is made on the hot path.
     """
 
     progress = Progress.READING
@@ -125,6 +125,7 @@ class Exchange:
     answered_bytes = 0
     dispatch_ns = 0
     first_byte_ns = 0
+    end_ns = 0
 
     door = ""
     method = b""

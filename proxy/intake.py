@@ -1,4 +1,4 @@
-"""The sealed door's intake, and the head that goes upstream.
+"""The sealed door's intake.
 
 An envelope is collected under a shared budget and opened in the order the format demands; nothing
 unverified leaves this file. What the outer request line and fields say is not forwarded, but for
@@ -13,8 +13,7 @@ from proxy.errors import RequestError
 from proxy.sm4.receiver import EnvelopeError
 
 if TYPE_CHECKING:
-    from proxy.context import Context, Tenant
-    from proxy.exchange import Exchange
+    from proxy.context import Context
     from proxy.http.http1 import RequestHead
     from proxy.sm4.receiver import OpenedRequest, RequestOpener
 
@@ -113,28 +112,3 @@ class SealedRefusalError(RequestError):
     def __init__(self, refusal: RequestError, problem: EnvelopeError) -> None:
         super().__init__(refusal.kind.code, refusal.message)
         self.sealer = problem.sealer
-
-
-def request_head(
-    context: Context,
-    exchange: Exchange,
-    tenant: Tenant,
-    fields: dict[bytes, bytes],
-    lines: bytes,
-) -> bytes:
-    """Return the head to send upstream, without its framing and its empty line."""
-    route = context.routes[exchange.pool]
-    sealed = exchange.door == "sealed"
-    host = route.host or (route.endpoint_host if sealed else fields.get(b"host", b"localhost"))
-    head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%btraceparent: %b\r\n%b" % (
-        exchange.method,
-        exchange.target,
-        host,
-        lines,
-        tenant.request_fields[exchange.qos],
-        exchange.traceparent,
-        route.authorization,
-    )
-    if sealed and b"tracestate" in fields:
-        head += b"tracestate: %b\r\n" % fields[b"tracestate"]
-    return head

@@ -87,7 +87,7 @@ class Sidecar:
             except OSError as problem:
                 raise StartError(_port_problem("doors.admin", doors.admin, problem)) from None
         for name in POOL_NAMES:
-            file = context.pool_settings[name].authorization_file
+            file = context.routes[name].settings.authorization_file
             secret = _secret(file, f"pools.{name}.authorization_file")
             if secret:
                 context.routes[name].authorization = b"Authorization: " + secret + b"\r\n"
@@ -275,8 +275,9 @@ class Sidecar:
             late = [c for c in connections if c.deadline_ns <= now_ns]
             for connection in late:
                 connection.on_deadline()
-        for upstreams in context.upstreams.values():
-            upstreams.tick(now_ns)
+        for route in context.routes.values():
+            route.upstreams.tick(now_ns)
+        context.wall_offset_ns = self._clock.wall_ns() - now_ns
         self._ticks += 1
         if self._ticks % FLUSH_EVERY_TICKS == 0:
             context.flush_rejected()
@@ -332,8 +333,8 @@ class Sidecar:
         deadline_s = self._loop.time() + CLOSE_S
         while any(context.connections.values()) and self._loop.time() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        for upstreams in context.upstreams.values():
-            await upstreams.close()
+        for route in context.routes.values():
+            await route.upstreams.close()
         if context.audit is not None:
             from proxy.audit.writer import AuditUnavailableError  # noqa: PLC0415 - loaded by now
 

@@ -6,8 +6,11 @@ somebody asks, so a request never pays for labels. Metric names are API.
 
 from __future__ import annotations
 
+import typing
 from bisect import bisect_left
 from typing import TYPE_CHECKING
+
+from proxy.errors import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from proxy.context import Context
-    from proxy.exchange import Exchange
 
 # Seconds. 200 and 220 ms (drift), 500 and 800 ms (P0's promise) are bounds so that tests of them
 # are exact counts.
@@ -42,6 +44,7 @@ BOUNDS_S = (
 )
 _BOUNDS_NS = tuple(int(b * 1e9) for b in BOUNDS_S)
 DOORS = ("app", "sealed")
+OUTCOMES: tuple[Outcome, ...] = typing.get_args(Outcome)
 
 
 class Histogram:
@@ -74,7 +77,7 @@ class Counters:
         classes = ("P0", "P1", "P2")
         self.started = dict.fromkeys(classes, 0)
         self.queue_full = dict.fromkeys(classes, 0)
-        self.outcomes: dict[tuple[str, str], int] = {}
+        self.outcomes = {(q, o): 0 for q in classes for o in OUTCOMES}
         self.duration = {qos: Histogram() for qos in classes}
         self.first_byte = {qos: Histogram() for qos in classes}
         self.refused_heads = dict.fromkeys(DOORS, 0)
@@ -87,16 +90,6 @@ class Counters:
         self.request_bytes = 0
         self.answer_bytes = 0
         self.loop_lag_ns = 0
-
-    def finished(self, exchange: Exchange, outcome: str, now_ns: int) -> None:
-        """Count a finished exchange."""
-        key = (exchange.qos, outcome)
-        self.outcomes[key] = self.outcomes.get(key, 0) + 1
-        self.duration[exchange.qos].add(now_ns - exchange.start_ns)
-        if exchange.first_byte_ns:
-            self.first_byte[exchange.qos].add(exchange.first_byte_ns - exchange.start_ns)
-        self.request_bytes += exchange.request_body_bytes
-        self.answer_bytes += exchange.answered_bytes
 
 
 LIMITS = (
@@ -205,8 +198,8 @@ class Collector:
             "late_bytes": "Connections dropped because bytes came outside an answer.",
         }
         rows = {}
-        for name, pool in context.pools.items():
-            upstreams = context.upstreams[name]
+        for name, route in context.routes.items():
+            pool, upstreams = route.state, route.upstreams
             rows[name] = {
                 "inflight": pool.inflight,
                 "inflight_limit": pool.inflight_max,

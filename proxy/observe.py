@@ -10,7 +10,6 @@ on unobserved, and that is counted.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit.hashes import OutputHasher, params_hash, prompt_hash
@@ -20,7 +19,7 @@ from proxy.http.body import RequestView, ask_token_ids, cut_answer, view
 from proxy.http.sse import StreamObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from proxy.http.http1 import ResponseHead
 
@@ -71,14 +70,13 @@ class Observation(Exchange):
     prompt_hash: str | None = None
     params_hash: str | None = None
     token_ids: Sequence[int] | None = None
-    envelope: Mapping[str, Any] = MappingProxyType({})
+    envelope: dict[str, Any] | None = None
     answer_head: ResponseHead | None = None
     content_type = ""
     event_stream = False
     between_events = True
 
-    _key: bytes | None = None
-    _keyed = False
+    prompt_key: bytes | None = None
     _added: frozenset[str] = NO_FIELDS
     _held = 0
     _request_body = b""
@@ -87,12 +85,6 @@ class Observation(Exchange):
     _hasher: OutputHasher | None = None
     _stream: StreamObserver | None = None
     _reported: dict[str, Any] | None = None
-
-    def use_key(self, key: bytes | None) -> None:
-        """Set the tenant's prompt key; without one there are hashes only in plain mode."""
-        shared = self.shared
-        self._keyed = shared.enabled and (key is not None or shared.plain_hashes)
-        self._key = None if shared.plain_hashes else key
 
     # -- the request
 
@@ -150,8 +142,8 @@ class Observation(Exchange):
                 self._stream = StreamObserver(
                     self._on_content, self._added, self.shared.event_bytes
                 )
-            if self._keyed and head.status < 300:
-                self._hasher = OutputHasher(self._key)
+            if self._keyed() and head.status < 300:
+                self._hasher = OutputHasher(self._hash_key())
         elif self._request_body and readable and b"json" in lower:
             self._answer_pieces = []
 
@@ -226,8 +218,8 @@ class Observation(Exchange):
         cut, facts = cut_answer(body, self._added)
         self._reported = facts.usage
         self.served_model = facts.model or None
-        if facts.texts and self._keyed:
-            hasher = self._hasher = OutputHasher(self._key)
+        if facts.texts and self._keyed():
+            hasher = self._hasher = OutputHasher(self._hash_key())
             for index, text in sorted(facts.texts.items()):
                 hasher.feed(index, text)
         self.token_ids = facts.token_ids or None
@@ -246,15 +238,15 @@ class Observation(Exchange):
 
     def _look(self, body: bytes, seen: RequestView) -> None:
         self.model = seen.model or None
-        if not self._keyed or seen.prompt is None:
+        if not self._keyed() or seen.prompt is None:
             return
         start, end = seen.prompt
         heat = seen.temperature
         model = seen.model.encode("utf-8", "replace")
         temperature = b"" if heat is None else body[heat[0] : heat[1]]
-        self.prompt_hash = prompt_hash(self._key, body[start:end], model, temperature)
+        self.prompt_hash = prompt_hash(self._hash_key(), body[start:end], model, temperature)
         rest = b"".join([body[a:b] for a, b in seen.rest])
-        self.params_hash = params_hash(self._key, rest)
+        self.params_hash = params_hash(self._hash_key(), rest)
 
     def output(self) -> tuple[str | None, int | None]:
         """Return the output's hash and length, once; None: nothing was handed on, or unknown."""
@@ -265,6 +257,14 @@ class Observation(Exchange):
         """Return usage as the upstream reported it."""
         reported = self._reported
         return _usage(reported) if reported else None
+
+    def _keyed(self) -> bool:
+        """Say whether there are hashes: not without the tenant's key, but in plain mode."""
+        shared = self.shared
+        return shared.enabled and (self.prompt_key is not None or shared.plain_hashes)
+
+    def _hash_key(self) -> bytes | None:
+        return None if self.shared.plain_hashes else self.prompt_key
 
     def _hold(self, size: int) -> bool:
         if not self.shared.hold(size):

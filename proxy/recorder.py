@@ -9,9 +9,10 @@ Bounds: `BATCH` exchanges; the bodies they hold count against `audit.observed_by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.audit.record import request_members
+from proxy.exchange import PHASE_NAMES
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.002
 BATCH = 32
-
-_Entry = tuple["Observation", str, str, int]
+NO_ENVELOPE: dict[str, Any] = {}
 
 
 class Recorder:
@@ -31,13 +31,13 @@ class Recorder:
     def __init__(self, loop: asyncio.AbstractEventLoop, audit: AuditWriter) -> None:
         self._loop = loop
         self._audit = audit
-        self._waiting: list[_Entry] = []
+        self._waiting: list[tuple[Observation, str]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, exchange: Observation, outcome: str, phase: str, end_ns: int) -> None:
-        """Take a finished exchange; `end_ns` is monotonic."""
+    def add(self, exchange: Observation, outcome: str) -> None:
+        """Take a finished exchange."""
         waiting = self._waiting
-        waiting.append((exchange, outcome, phase, end_ns))
+        waiting.append((exchange, outcome))
         if len(waiting) >= BATCH:
             self.flush()
         elif self._timer is None:
@@ -50,7 +50,7 @@ class Recorder:
             self._timer = None
         waiting, self._waiting = self._waiting, []
         append = self._audit.append
-        for exchange, outcome, phase, end_ns in waiting:
+        for exchange, outcome in waiting:
             exchange.complete()
             output_hash, output_len = exchange.output()
             since = exchange.since_start_us
@@ -62,10 +62,10 @@ class Recorder:
                 pool=exchange.pool,
                 status=exchange.status,
                 outcome=outcome,
-                phase=phase,
+                phase=PHASE_NAMES[exchange.progress],
                 queue_us=since(exchange.dispatch_ns),
                 first_byte_us=since(exchange.first_byte_ns),
-                total_us=since(end_ns),
+                total_us=since(exchange.end_ns),
                 qos_asked=exchange.asked or None,
                 model=exchange.model,
                 served_model=exchange.served_model,
@@ -74,7 +74,7 @@ class Recorder:
                 output_hash=output_hash,
                 output_len=output_len,
                 usage=exchange.usage(),
-                **exchange.envelope,
+                **(exchange.envelope or NO_ENVELOPE),
             )
             append("request", members, exchange.token_ids)
             exchange.release()

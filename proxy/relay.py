@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING
 from proxy.errors import ERRORS, RequestError
 from proxy.exchange import Action, End, Progress, closing
 from proxy.http.chunked import LAST_CHUNK, frame
-from proxy.intake import SealedIntake, SealedRefusalError, request_head
-from proxy.qos.classes import UnknownClassError, classify
+from proxy.intake import SealedIntake, SealedRefusalError
+from proxy.qos.classes import UnknownClassError
 from proxy.replier import MESSAGES, Replier
 
 if TYPE_CHECKING:
-    from proxy.context import Context, Tenant
+    from proxy.context import Context
+    from proxy.errors import Outcome
     from proxy.http.http1 import RequestHead, ResponseHead
-    from proxy.qos.pools import Endpoint, PoolState
+    from proxy.qos.pools import Endpoint
     from proxy.server import Downstream
     from proxy.upstream import UpstreamConnection
 
 
+WAITING = Progress.WAITING
+_NO_BODY_EXPECTED = frozenset((b"GET", b"HEAD", b"DELETE", b"OPTIONS"))
 NONE_TRIED: frozenset[str] = frozenset()
 
 
@@ -34,13 +37,11 @@ class Relay(Replier):
     """One request, from its head to its record: the layer that takes it and sends it on."""
 
     _intake: SealedIntake | None = None
-    _body_bytes = 0
     _body_whole = False
     _streaming = False
     _upstream_chunked = False
     _payload = b""
-    _tenant: Tenant
-    _place: PoolState | None = None
+    _placed = False
     _endpoint: Endpoint | None = None
     _connection: UpstreamConnection | None = None
     _tried = NONE_TRIED
@@ -66,97 +67,87 @@ class Relay(Replier):
     def open(self) -> None:
         """Take the head: class and place, or the envelope's outer form. Raises RequestError."""
         context, head = self.context, self.request
-        limit = context.settings.limits.body_bytes
-        sealed = self.downstream.door == "sealed"
+        sealed = self.door == "sealed"
         if sealed:
             if context.draining:
                 raise RequestError("draining", "this sidecar takes no new sealed requests")
             self._intake = SealedIntake(context, self.downstream.peer, head)
-        if head.content_length is not None and head.content_length > limit:
-            raise _too_large(context, limit)
+        if (head.content_length or 0) > context.body_bytes_max:
+            raise _too_large(context)
         if not sealed:
-            self.tenant = context.settings.identity.tenant
-            qos = head.fields.get(b"x-qos-class")
-            self._admit(qos, repeated=b"x-qos-class" in head.repeated)
+            self.tenant = context.own_tenant
+            fields = head.fields
+            self._admit(fields.get(b"x-qos-class"), repeated=b"x-qos-class" in head.repeated)
 
     def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
+        """Class it and take a place in its pool. Raises RequestError."""
         context = self.context
-        self.trace_id = context.trace_ids.next(context.clock.wall_ms())
-        self.traceparent = context.traceparent(self.request.fields.get(b"traceparent"))
-        tenant = self._tenant = context.tenant(self.tenant)
-        verdict = tenant.known.get(asked)
-        if verdict is None or repeated:
-            settings = context.settings.qos
+        tenant = context.tenant(self.tenant)
+        lane = tenant.known.get(asked)
+        if lane is None or repeated:
             try:
-                verdict = classify(
-                    asked,
-                    repeated=repeated,
-                    default=settings.default_class,
-                    reject_unknown=settings.on_unknown == "reject",
-                    max_class=tenant.max_class,
-                )
+                lane = tenant.lane(asked, repeated=repeated, qos=context.settings.qos)
             except UnknownClassError as problem:
                 raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
-        qos = self.qos = verdict.qos
-        self.pool = verdict.pool
-        if verdict.capped:
-            self.asked = "P0" if asked is None else asked.decode("latin-1").upper()
-        self.use_key(tenant.prompt_key)
+        self.lane = lane
+        self.trace_id = context.trace_ids.next(
+            (self.start_ns + context.wall_offset_ns) // 1_000_000
+        )
+        self.traceparent = context.traceparent(self.request.fields.get(b"traceparent"))
+        self.prompt_key = tenant.prompt_key
+        qos = lane.qos
         context.counters.started[qos] += 1
         if context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
-        pool = context.pools[verdict.pool]
-        if not pool.admit(context.inflight_bound[qos]):
+        if not lane.route.state.admit(lane.bound):
             context.counters.queue_full[qos] += 1
-            raise RequestError("queue_full", f"pool {verdict.pool} has no place left")
-        self._place = pool
+            raise RequestError("queue_full", f"pool {lane.route.name} has no place left")
+        self._placed = True
 
     def body_data(self, data: bytes) -> None:
         """Take request body bytes. Raises RequestError."""
-        self._body_bytes += len(data)
-        limit = self.context.settings.limits.body_bytes
-        if self._body_bytes > limit:
-            raise _too_large(self.context, limit)
+        context = self.context
+        self.request_body_bytes += len(data)
+        if self.request_body_bytes > context.body_bytes_max:
+            raise _too_large(context)
         if self._intake is not None:
             self._intake.feed(data)
-            return
-        if self._streaming:
+        elif self._streaming:
             self.observe_piece(data)
             self._send_piece(data)
-            return
-        self._pieces.append(data)
-        if self._body_bytes > self.context.settings.limits.collect_bytes:
-            self._stream_request()
+        else:
+            self._pieces.append(data)
+            if self.request_body_bytes > context.collect_bytes:
+                self._stream_request()
 
     def body_end(self) -> None:
         """Note that the request is whole. Raises RequestError."""
         self._body_whole = True
-        self.request_body_bytes = self._body_bytes
         if self._streaming:
             self.observe_whole()
             self._send_piece(LAST_CHUNK if self._upstream_chunked else b"", framed=True)
             return
-        if self._intake is not None:
-            body, fields = self._open_envelope(self._intake)
-            kind = self._intake.content_type
+        intake = self._intake
+        if intake is not None:
+            body = self._open_envelope(intake)
+            kind, lines = intake.content_type, intake.lines
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            fields = self.request.fields
-            kind = fields.get(b"content-type", b"")
+            request = self.request
+            kind, lines = request.fields.get(b"content-type", b""), request.lines
         self._pieces = []
-        context, intake, tenant = self.context, self._intake, self._tenant
-        assert tenant is not None
-        pool = context.pool_settings[self.pool]
-        body = self.observe_request(body, kind, ask_ids=pool.token_ids)
-        lines = self.request.lines if intake is None else intake.lines
-        head = request_head(context, self, tenant, fields, lines)
-        has_body = body or self.method not in {b"GET", b"HEAD", b"DELETE", b"OPTIONS"}
-        length = b"Content-Length: %d\r\n\r\n" % len(body) if has_body else b"\r\n"
-        self._payload = head + length + body
+        if body:
+            body = self.observe_request(body, kind, ask_ids=self.lane.route.settings.token_ids)
+            framing = b"Content-Length: %d\r\n\r\n" % len(body)
+        elif self.method in _NO_BODY_EXPECTED:
+            framing = b"\r\n"
+        else:
+            framing = b"Content-Length: 0\r\n\r\n"
+        self._payload = self._head(lines, framing) + body
         self._lease()
 
-    def _open_envelope(self, intake: SealedIntake) -> tuple[bytes, dict[bytes, bytes]]:
+    def _open_envelope(self, intake: SealedIntake) -> bytes:
         """Open it; from here on every answer is sealed."""
         opened = intake.finish()
         self.sealer = opened.sealer
@@ -166,26 +157,39 @@ class Relay(Replier):
         if opened.method in {"CONNECT", "TRACE"}:
             raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
         self.envelope = intake.facts(opened)
-        self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
         intake.release()
-        return opened.body, self.request.fields
+        self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
+        return opened.body
+
+    def _head(self, lines: bytes, framing: bytes) -> bytes:
+        """Return the head to send upstream; `lines` are the client's that go on."""
+        lane, fields = self.lane, self.request.fields
+        host = lane.host
+        if not host:
+            sealed = self._intake is not None
+            host = lane.route.endpoint_host if sealed else fields.get(b"host", b"localhost")
+        return b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%btraceparent: %b\r\n%b" % (
+            self.method,
+            self.target,
+            host,
+            lines,
+            lane.request_fields,
+            self.traceparent,
+            framing,
+        )
 
     def _stream_request(self) -> None:
         """Send a large body through as it comes; it cannot be sent a second time."""
         request = self.request
         self._streaming = True
         self._upstream_chunked = request.content_length is None
-        kind = request.fields.get(b"content-type", b"")
-        self.observe_begins(self._pieces, kind)
-        tenant = self._tenant
-        assert tenant is not None
-        head = request_head(self.context, self, tenant, request.fields, request.lines)
+        self.observe_begins(self._pieces, request.fields.get(b"content-type", b""))
         if self._upstream_chunked:
             self._pieces = [frame(piece) for piece in self._pieces]
-            self._payload = head + b"Transfer-Encoding: chunked\r\n\r\n"
+            framing = b"Transfer-Encoding: chunked\r\n\r\n"
         else:
-            length = request.content_length or 0
-            self._payload = head + b"Content-Length: %d\r\n\r\n" % length
+            framing = b"Content-Length: %d\r\n\r\n" % (request.content_length or 0)
+        self._payload = self._head(request.lines, framing)
         self.downstream.hold_body(hold=True)
         self._lease()
 
@@ -203,40 +207,43 @@ class Relay(Replier):
     # -- the upstream
 
     def _lease(self) -> None:
-        pool = self._place
-        assert pool is not None
-        endpoint = pool.pick(self.context.clock.mono_ns(), self._tried)
+        route, now_ns = self.lane.route, self.context.clock.mono_ns()
+        endpoint = route.state.pick(now_ns, self._tried)
         if endpoint is None:
             self._close(End.NO_UPSTREAM)
             return
         self._endpoint = endpoint
         endpoint.outstanding += 1
-        self.context.upstreams[pool.name].lease(endpoint, self)
-
-    def _return_endpoint(self) -> None:
-        endpoint = self._endpoint
-        if endpoint is not None:
-            endpoint.outstanding -= 1
-            self._endpoint = None
+        connection = route.upstreams.idle(endpoint)
+        if connection is None:
+            route.upstreams.connect(endpoint, self)
+        else:
+            connection.lessee = self
+            self._send(connection, now_ns)
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
         """See `Lessee`."""
         if self.closed:
             connection.give_back()
-            return
+        else:
+            self._send(connection, self.context.clock.mono_ns())
+
+    def _send(self, connection: UpstreamConnection, now_ns: int) -> None:
+        """Write the request, or what there is of it, to a leased connection."""
         self._connection = connection
-        self.dispatch_ns = self.context.clock.mono_ns()
-        self.progress = Progress.WAITING
-        if not self._streaming:
+        self.dispatch_ns = now_ns
+        self.progress = WAITING
+        if self._streaming:
+            pieces, self._pieces = self._pieces, []
+            connection.write(b"".join((self._payload, *pieces)))
+            if not self._body_whole:
+                if not connection.unsent():
+                    self.downstream.hold_body(hold=False)
+                return
+        else:
             connection.write(self._payload)
-            self._request_sent()
-            return
-        pieces, self._pieces = self._pieces, []
-        connection.write(b"".join((self._payload, *pieces)))
-        if self._body_whole:
-            self._request_sent()
-        elif not connection.unsent():
-            self.downstream.hold_body(hold=False)
+        connection.request_whole = True
+        self.downstream.deadline_ns = now_ns + self.context.times.first_byte_ns
 
     def _request_sent(self) -> None:
         context, connection = self.context, self._connection
@@ -244,12 +251,15 @@ class Relay(Replier):
             connection.request_whole = True
         self.downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
 
+    def _return_endpoint(self) -> None:
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.outstanding -= 1
+            self._endpoint = None
+
     def upstream_refused(self, endpoint: Endpoint) -> None:
         """See `Lessee`: another endpoint may take it; nothing was sent."""
-        context = self.context
-        pool = self._place
-        if pool is not None:
-            pool.refuse(endpoint, context.clock.mono_ns())
+        self.lane.route.state.refuse(endpoint, self.context.clock.mono_ns())
         self._return_endpoint()
         if not self.closed:
             self._tried |= {endpoint.url}
@@ -262,7 +272,6 @@ class Relay(Replier):
     def upstream_lost(self, end: End, *, answered: bool) -> None:
         """See `Lessee`. Sent again only if provably nothing was processed."""
         connection, self._connection = self._connection, None
-        pool = self.context.pool_settings[self.pool]
         if (
             end is End.UPSTREAM_RESET
             and not answered
@@ -270,7 +279,7 @@ class Relay(Replier):
             and not self._streaming
             and connection is not None
             and connection.reused
-            and pool.repeatable
+            and self.lane.route.settings.repeatable
         ):
             self._retried = True
             self.context.counters.retries += 1
@@ -400,24 +409,35 @@ class Relay(Replier):
             stalled = end is End.CLIENT_STALLED
             downstream.cut(reset=stalled or self.ends_by_close)
 
-    def _finish(self, outcome: str) -> None:
-        """Free what is held, count, record; runs once for each self."""
-        context = self.context
+    def _finish(self, outcome: Outcome) -> None:
+        """Free what is held, count, record; runs once for each exchange."""
         self.finish()
-        if self._connection is not None:
-            self._connection.abandon()
+        context = self.context
+        connection = self._connection
+        if connection is not None:
             self._connection = None
+            connection.abandon()
         self._return_endpoint()
-        if self._place is not None:
-            self._place.release()
-            self._place = None
         if self._intake is not None:
             self._intake.release()
-        now_ns = context.clock.mono_ns()
-        context.record(self, outcome, now_ns)
+        now_ns = self.end_ns = context.clock.mono_ns()
+        counters = context.counters
+        counters.request_bytes += self.request_body_bytes
+        counters.answer_bytes += self.answered_bytes
+        if self.trace_id:
+            lane, start_ns = self.lane, self.start_ns
+            if self._placed:
+                lane.route.state.inflight -= 1
+            self.qos, self.pool, self.asked = lane.qos, lane.route.name, lane.asked
+            counters.outcomes[lane.qos, outcome] += 1
+            lane.duration.add(now_ns - start_ns)
+            if self.first_byte_ns:
+                lane.first_byte.add(self.first_byte_ns - start_ns)
+        context.record(self, outcome)
 
 
-def _too_large(context: Context, limit: int) -> RequestError:
+def _too_large(context: Context) -> RequestError:
+    limit = context.body_bytes_max
     context.counters.limit_hits["limits.body_bytes"] += 1
     return RequestError(
         "payload_too_large", f"the request body is larger than {limit} bytes (limits.body_bytes)"

@@ -28,6 +28,7 @@ from proxy.sm4.sealer import SingleTooLargeError
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.http.http1 import RequestHead, ResponseHead
+    from proxy.lanes import Lane
     from proxy.server import Downstream
     from proxy.sm4.sealer import ResponseSealer
 
@@ -59,6 +60,7 @@ class Replier(Observation):
     context: Context
     downstream: Downstream
     request: RequestHead
+    lane: Lane  # set by admission, before anything is answered but a refusal in clear
     sealer: ResponseSealer | None = None
     answer: Answer | None = None
     _collected: list[bytes] | None = None  # an answer that has to be whole first
@@ -242,12 +244,14 @@ class Replier(Observation):
 
     def own_fields(self) -> bytes:
         """Return the fields that every answer of a classed request carries."""
+        if not self.trace_id:
+            return b""  # refused before it was classed
         queue_ns = upstream_ns = 0
         if self.dispatch_ns:
             queue_ns = self.dispatch_ns - self.start_ns
             upstream_ns = self.context.clock.mono_ns() - self.dispatch_ns
         return b"%b%b\r\nServer-Timing: queue;dur=%.3f, upstream;dur=%.3f\r\n" % (
-            self.context.answer_fields[self.qos],
+            self.lane.answer_fields,
             self.trace_id.encode(),
             queue_ns / 1e6,
             upstream_ns / 1e6,

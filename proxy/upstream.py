@@ -58,15 +58,15 @@ class UpstreamConnection(asyncio.Protocol):
     """One connection to one endpoint."""
 
     __slots__ = (
-        "_answered",
         "_buffer",
         "_chunks",
         "_head",
         "_left",
-        "_lessee",
         "_limits",
+        "answered",
         "endpoint",
         "idle_since_ns",
+        "lessee",
         "owner",
         "request_whole",
         "reused",
@@ -81,22 +81,14 @@ class UpstreamConnection(asyncio.Protocol):
         self.request_whole = False  # set by the lessee with the last byte it writes
         self.idle_since_ns = 0
         self._limits = limits
-        self._lessee: Lessee | None = None
+        self.lessee: Lessee | None = None
         self._buffer = b""
         self._head: ResponseHead | None = None
         self._chunks: ChunkReader | None = None
         self._left = 0  # body bytes to come; -1: until the connection ends
-        self._answered = False
+        self.answered = False
 
     # -- leasing
-
-    def lease(self, lessee: Lessee) -> None:
-        """Hand the connection to `lessee` for one request."""
-        assert self._lessee is None, "a connection is leased to one request at a time"
-        self._lessee = lessee
-        self._head = None
-        self._answered = False
-        self.request_whole = False
 
     def write(self, data: bytes) -> None:
         """Send request bytes."""
@@ -105,7 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def give_back(self) -> None:
         """End a lease that sent nothing."""
-        self._lessee = None
+        self.lessee = None
         self.owner.put_back(self)
 
     def unsent(self) -> int:
@@ -114,7 +106,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def abandon(self) -> None:
         """Cancel the request: the upstream must see it at once, so no lingering flush."""
-        self._lessee = None
+        self.lessee = None
         if self.transport is not None:
             self.transport.abort()
 
@@ -139,12 +131,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio. The first matching state takes the bytes."""
-        lessee = self._lessee
+        lessee = self.lessee
         if lessee is None:
             self.owner.late_bytes += 1
             self._drop()
             return
-        self._answered = True
+        self.answered = True
         try:
             if self._head is not None:
                 self._body(lessee, data)
@@ -154,7 +146,7 @@ class UpstreamConnection(asyncio.Protocol):
         except (HeadError, ChunkError):
             self._fail(End.UPSTREAM_PROTOCOL)
         else:
-            if self._lessee is lessee:
+            if self.lessee is lessee:
                 lessee.upstream_pause()
 
     def _heads(self, lessee: Lessee, data: bytes) -> None:
@@ -179,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._chunks = None
             self._left = -1 if head.content_length is None else head.content_length
         lessee.upstream_head(head)
-        if self._lessee is not lessee:
+        if self.lessee is not lessee:
             return  # it gave up while taking the head
         if self._chunks is None and self._left == 0:
             self._end(lessee, clean=start == len(data))
@@ -193,7 +185,7 @@ class UpstreamConnection(asyncio.Protocol):
             pieces = chunks.pieces
             if pieces:
                 lessee.upstream_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-            if chunks.done and self._lessee is lessee:
+            if chunks.done and self.lessee is lessee:
                 self._end(lessee, clean=used == len(data))
             return
         if self._left < 0:
@@ -204,13 +196,13 @@ class UpstreamConnection(asyncio.Protocol):
             data = data[: self._left]
         self._left -= len(data)
         lessee.upstream_body(data)
-        if self._left == 0 and self._lessee is lessee:
+        if self._left == 0 and self.lessee is lessee:
             self._end(lessee, clean=size == len(data))
 
     def _end(self, lessee: Lessee, *, clean: bool) -> None:
         head = self._head
         assert head is not None
-        self._lessee = None
+        self.lessee = None
         self._head = None
         # An answer may come before its request is whole: what follows would then be read as a
         # request by the upstream, so such a connection is never used again.
@@ -223,10 +215,10 @@ class UpstreamConnection(asyncio.Protocol):
         lessee.upstream_end()
 
     def _fail(self, end: End) -> None:
-        lessee, self._lessee = self._lessee, None
+        lessee, self.lessee = self.lessee, None
         self._drop()
         if lessee is not None:
-            lessee.upstream_lost(end, answered=self._answered)
+            lessee.upstream_lost(end, answered=self.answered)
 
     def _drop(self) -> None:
         if self.transport is not None:
@@ -240,24 +232,24 @@ class UpstreamConnection(asyncio.Protocol):
         """See asyncio. An end is regular only where the head left it to the connection."""
         self.transport = None
         self.owner.forget(self)
-        lessee, self._lessee = self._lessee, None
+        lessee, self.lessee = self.lessee, None
         if lessee is None:
             return
         if self._head is not None and self._chunks is None and self._left < 0 and exc is None:
             lessee.upstream_end()
             return
         # RFC 9112 section 8: a head or body that stops early is incomplete, never a short success.
-        lessee.upstream_lost(End.UPSTREAM_RESET, answered=self._answered)
+        lessee.upstream_lost(End.UPSTREAM_RESET, answered=self.answered)
 
     def pause_writing(self) -> None:
         """See asyncio."""
-        if self._lessee is not None:
-            self._lessee.upstream_writable(writable=False)
+        if self.lessee is not None:
+            self.lessee.upstream_writable(writable=False)
 
     def resume_writing(self) -> None:
         """See asyncio."""
-        if self._lessee is not None:
-            self._lessee.upstream_writable(writable=True)
+        if self.lessee is not None:
+            self.lessee.upstream_writable(writable=True)
 
 
 class Upstreams:
@@ -285,18 +277,18 @@ class Upstreams:
         self.late_bytes = 0
         self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
 
-    def lease(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        """Give `lessee` a connection to `endpoint`, at once if one is idle, else when made."""
+    def idle(self, endpoint: Endpoint) -> UpstreamConnection | None:
+        """Return the connection that was used last and is still open, no longer idle."""
         idle = self._idle.get(endpoint.url)
         while idle:
             connection = idle.pop()
             transport = connection.transport
-            if transport is None or transport.is_closing():
-                continue
-            connection.reused = True
-            connection.lease(lessee)
-            lessee.upstream_ready(connection)
-            return
+            if transport is not None and not transport.is_closing():
+                return connection
+        return None
+
+    def connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
+        """Make a connection and lease it to `lessee`."""
         task = self._loop.create_task(self._connect(endpoint, lessee))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -319,16 +311,20 @@ class Upstreams:
             return
         connection = made[1]
         self._open.add(connection)
-        connection.lease(lessee)
+        connection.lessee = lessee
         lessee.upstream_ready(connection)
 
     def put_back(self, connection: UpstreamConnection) -> None:
         """Keep a connection whose answer is whole, if there is room."""
-        idle = self._idle.setdefault(connection.endpoint.url, deque())
+        idle = self._idle.get(connection.endpoint.url)
+        if idle is None:
+            idle = self._idle[connection.endpoint.url] = deque()
         if len(idle) >= self._idle_max:
             assert connection.transport is not None
             connection.transport.close()
             return
+        connection.reused = True
+        connection.answered = connection.request_whole = False
         connection.idle_since_ns = self.now_ns
         connection.resume()
         idle.append(connection)

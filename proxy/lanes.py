@@ -1,0 +1,136 @@
+"""What a request of one tenant and class needs, found with one look-up.
+
+A lane joins class, pool, connections and the bytes that are the same for each of its requests; a
+tenant has a lane for each header value. Lanes are made when a tenant is first seen and kept, so the
+hot path compares nothing and formats little. Pure, but for the counters it points to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.qos.classes import CLASSES, UnknownClassError, Verdict, classify
+
+if TYPE_CHECKING:
+    from proxy.config import Pool, Qos
+    from proxy.metrics import Histogram
+    from proxy.qos.classes import PoolName, QosClass
+    from proxy.qos.pools import PoolState
+    from proxy.upstream import Upstreams
+
+
+@dataclass(slots=True)
+class Route:
+    """One pool: its places, its connections, and what it adds to a request's head.
+
+    `host` replaces the client's, if set; `endpoint_host` is for requests that came without one;
+    `authorization` is a whole field line, or empty.
+    """
+
+    name: PoolName
+    settings: Pool
+    state: PoolState
+    upstreams: Upstreams
+    endpoint_host: bytes
+    authorization: bytes = field(default=b"", repr=False)
+
+    @property
+    def host(self) -> bytes:
+        """The Host that this pool demands; empty: the client's."""
+        return self.settings.host.encode()
+
+
+@dataclass(slots=True)
+class Lane:
+    """One tenant's requests of one effective class."""
+
+    qos: QosClass
+    asked: str  # the class that the tenant's cap lowered, else empty
+    route: Route
+    bound: int  # requests of this class in flight
+    host: bytes
+    request_fields: bytes  # X-QoS-Class and X-Tenant-Id upstream, Authorization if the pool has one
+    answer_fields: bytes  # X-QoS-Class, X-QoS-Pool, and the name of X-Trace-Id
+    duration: Histogram
+    first_byte: Histogram
+
+
+@dataclass(slots=True)
+class Tenant:
+    """One tenant: `known` has the lane of each plain header value, and of None, its absence."""
+
+    name: str
+    max_class: QosClass
+    prompt_key: bytes | None = field(repr=False)
+    known: dict[bytes | None, Lane]
+    lanes: dict[tuple[QosClass, bool], Lane]
+
+    def lane(self, asked: bytes | None, *, repeated: bool, qos: Qos) -> Lane:
+        """Return the lane of a value that is not plain. Raises UnknownClassError."""
+        verdict = classify(
+            asked,
+            repeated=repeated,
+            default=qos.default_class,
+            reject_unknown=qos.on_unknown == "reject",
+            max_class=self.max_class,
+        )
+        return self.lanes[verdict.qos, verdict.capped]
+
+
+def tenant_lanes(
+    name: str,
+    *,
+    max_class: QosClass,
+    prompt_key: bytes | None,
+    qos: Qos,
+    routes: dict[PoolName, Route],
+    histograms: dict[QosClass, tuple[Histogram, Histogram]],
+) -> Tenant:
+    """Return a tenant with all its lanes; a cap below P0 makes lanes for lowered classes too."""
+    lanes: dict[tuple[QosClass, bool], Lane] = {}
+    known: dict[bytes | None, Lane] = {}
+    for asked in (None, *(c.encode() for c in CLASSES), *(c.lower().encode() for c in CLASSES)):
+        try:
+            verdict = classify(
+                asked,
+                repeated=False,
+                default=qos.default_class,
+                reject_unknown=True,
+                max_class=max_class,
+            )
+        except UnknownClassError:  # none of the above is unknown
+            raise AssertionError(asked) from None
+        wanted = qos.default_class if asked is None else asked.decode().upper()
+        key = verdict.qos, verdict.capped
+        if key not in lanes:
+            lanes[key] = _lane(name, verdict, wanted, qos, routes, histograms)
+        known[asked] = lanes[key]
+    return Tenant(name, max_class, prompt_key, known, lanes)
+
+
+def _lane(
+    tenant: str,
+    verdict: Verdict,
+    wanted: str,
+    qos: Qos,
+    routes: dict[PoolName, Route],
+    histograms: dict[QosClass, tuple[Histogram, Histogram]],
+) -> Lane:
+    route = routes[verdict.pool]
+    duration, first_byte = histograms[verdict.qos]
+    fields = f"X-QoS-Class: {verdict.qos}\r\nX-Tenant-Id: {tenant}\r\n".encode()
+    answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {verdict.pool}\r\nX-Trace-Id: "
+    return Lane(
+        qos=verdict.qos,
+        asked=wanted if verdict.capped else "",
+        route=route,
+        bound=min(qos.p0.inflight, route.state.inflight_max)
+        if verdict.qos == "P0"
+        else route.state.inflight_max,
+        host=route.host,
+        request_fields=fields + route.authorization,
+        answer_fields=answer.encode(),
+        duration=duration,
+        first_byte=first_byte,
+    )
