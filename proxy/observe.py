@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.audit.hashes import OutputHasher, params_hash, prompt_hash
+from proxy.audit.hashes import OutputHasher, output_hash, params_hash, prompt_hash
 from proxy.audit.record import usage_members
 from proxy.exchange import Exchange
 from proxy.http.body import RequestView, ask_token_ids, cut_answer, view
@@ -83,6 +83,7 @@ class Observation(Exchange):
     _request_pieces: list[bytes] | None = None
     _answer_pieces: list[bytes] | None = None
     _hasher: OutputHasher | None = None
+    _output: tuple[str | None, int | None] = (None, None)
     _stream: StreamObserver | None = None
     _reported: dict[str, Any] | None = None
 
@@ -219,9 +220,7 @@ class Observation(Exchange):
         self._reported = facts.usage
         self.served_model = facts.model or None
         if facts.texts and self._keyed():
-            hasher = self._hasher = OutputHasher(self._hash_key())
-            for index, text in sorted(facts.texts.items()):
-                hasher.feed(index, text)
+            self._output = output_hash(self._hash_key(), facts.texts)
         self.token_ids = facts.token_ids or None
         return cut
 
@@ -251,7 +250,7 @@ class Observation(Exchange):
     def output(self) -> tuple[str | None, int | None]:
         """Return the output's hash and length, once; None: nothing was handed on, or unknown."""
         hasher, self._hasher = self._hasher, None
-        return (None, None) if hasher is None else hasher.finish()
+        return self._output if hasher is None else hasher.finish()
 
     def usage(self) -> dict[str, int] | None:
         """Return usage as the upstream reported it."""
@@ -282,14 +281,12 @@ class Observation(Exchange):
 
 
 def _usage(reported: dict[str, Any]) -> dict[str, int]:
-    prompt_details = reported.get("prompt_tokens_details")
-    completion_details = reported.get("completion_tokens_details")
+    get = reported.get
+    prompt, completion = get("prompt_tokens_details"), get("completion_tokens_details")
     return usage_members(
-        reported.get("prompt_tokens"),
-        reported.get("completion_tokens"),
-        reported.get("total_tokens"),
-        prompt_details.get("cached_tokens") if isinstance(prompt_details, dict) else None,
-        completion_details.get("reasoning_tokens")
-        if isinstance(completion_details, dict)
-        else None,
+        get("prompt_tokens"),
+        get("completion_tokens"),
+        get("total_tokens"),
+        prompt.get("cached_tokens") if isinstance(prompt, dict) else None,
+        completion.get("reasoning_tokens") if isinstance(completion, dict) else None,
     )

@@ -49,7 +49,7 @@ class Recorder:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting = self._waiting, []
-        append = self._audit.append
+        append = self._audit.append_fitting
         for exchange, outcome in waiting:
             exchange.complete()
             output_hash, output_len = exchange.output()

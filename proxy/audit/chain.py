@@ -113,51 +113,35 @@ class Head:
 class Chain:
     """The writer's end of a chain."""
 
-    __slots__ = ("_hmac", "_key_id", "_origin", "_prev", "_seq")
+    __slots__ = ("_fixed", "_hmac", "prev", "seq")
 
     def __init__(self, origin: str, seed_id: str, alg: Alg, seed: bytes) -> None:
-        self._origin = origin
-        self._key_id = key_id(seed_id, alg, 0)
+        self._fixed = {"v": 1, "origin": origin, "key_id": key_id(seed_id, alg, 0)}
         self._hmac = Hmac(alg, chain_key(seed, alg, origin))
-        self._seq = 0
-        self._prev = ZERO_MAC
-
-    @property
-    def seq(self) -> int:
-        """The seq of the next record."""
-        return self._seq
-
-    @property
-    def head(self) -> Head:
-        """Where the chain stands, to come back to."""
-        return Head(self._seq, self._prev)
+        self.seq = 0  # of the next record
+        self.prev = ZERO_MAC  # MAC of the record before it, hex
 
     def back_to(self, head: Head) -> None:
         """Forget what was chained after `head`."""
-        self._seq, self._prev = head.seq, head.prev
+        self.seq, self.prev = head.seq, head.prev
 
     def line(self, kind: str, members: dict[str, Any], wall_ns: int, mono_ns: int) -> bytes:
         """Chain one record and return its line; `members` fit (canonical.fit).
 
         Raises ValueError, with the chain where it was, when the line would exceed `LINE_BYTES`.
         """
-        record = {
-            **members,
-            "v": 1,
-            "kind": kind,
-            "seq": self._seq,
-            "origin": self._origin,
-            "wall_ns": str(wall_ns),
-            "mono_ns": str(mono_ns),
-            "prev": self._prev,
-            "key_id": self._key_id,
-        }
+        record = members | self._fixed
+        record["kind"] = kind
+        record["seq"] = self.seq
+        record["wall_ns"] = str(wall_ns)
+        record["mono_ns"] = str(mono_ns)
+        record["prev"] = self.prev
         data = canonical.encode(record)
         if len(data) > LINE_BYTES - 66:
             raise ValueError(f"a record of {len(data)} bytes; a line holds {LINE_BYTES}")
-        mac = self._hmac.hex(bytes.fromhex(self._prev) + data)
-        self._seq += 1
-        self._prev = mac
+        mac = self._hmac.hex(bytes.fromhex(self.prev) + data)
+        self.seq += 1
+        self.prev = mac
         return b"%b\t%b\n" % (data, mac.encode())
 
 

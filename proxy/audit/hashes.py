@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from proxy.audit.chain import Hmac
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from proxy.sm4.digest import Digest
 
 BUFFER_BYTES = 4 << 20
@@ -43,6 +45,16 @@ def params_hash(key: bytes | None, *parts: bytes) -> str:
 def prompt_hash(key: bytes | None, prompt: bytes, model: bytes, temperature: bytes) -> str:
     """Return the prompt's hash, hex: the exact bytes received, nothing re-encoded."""
     return params_hash(key, prompt, model, temperature)
+
+
+def output_hash(key: bytes | None, texts: Mapping[int, str]) -> tuple[str | None, int]:
+    """Return (hash, length) of an answer that is there as a whole, by choice index."""
+    if len(texts) == 1 and (text := texts.get(0)) is not None and text.isascii():
+        return _whole(key, text.encode()), len(text)
+    hasher = OutputHasher(key)
+    for index, text in sorted(texts.items()):
+        hasher.feed(index, text)
+    return hasher.finish()
 
 
 class OutputHasher:

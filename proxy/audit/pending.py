@@ -114,10 +114,12 @@ class Pending:
 
     def settle(self, records: int) -> None:
         """Forget the first `records`: they are durable."""
+        item = None
         for _ in range(records):
             item = self._items.popleft()
             self.bytes -= len(item.line) + len(item.entry)
             self.durable_ticket = max(self.durable_ticket, item.ticket)
+        if item is not None:
             self.durable = Head(item.seq + 1, item.line[-65:-1].decode())
 
     def take(self) -> list[Part]:
@@ -152,13 +154,14 @@ class Pending:
 
     def _place(self, item: _Item) -> None:
         """Chain an item into the current segment, or into a new one if that is full."""
-        head = self._chain.head
+        chain = self._chain
+        seq, prev = chain.seq, chain.prev
         self._link(item)
         segment = self._segment
         limit = self._segment_bytes - _END_ROOM
         full = segment.size + len(item.line) > limit or segment.ids_size > limit
         if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
-            self._chain.back_to(head)
+            chain.back_to(Head(seq, prev))
             self._roll(item)
             self._link(item)
         self._keep(item)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from proxy.audit.canonical import INT_LIMIT
+from proxy.audit.canonical import INT_LIMIT, TEXT_BYTES, clean_text
 
 
 def _is_int(value: Any) -> bool:
@@ -164,12 +164,22 @@ def usage_members(
     reasoning: object = None,
 ) -> dict[str, int]:
     """Return usage as reported: an explicit 0 stays 0, what is no count is absent."""
-    values = (prompt, completion, total, cached, reasoning)
-    return {
-        name: value
-        for name, value in zip(_USAGE, values, strict=True)
-        if type(value) is int and 0 <= value < INT_LIMIT
-    }
+    usage: dict[str, int] = {}
+    if type(prompt) is int and 0 <= prompt < INT_LIMIT:
+        usage["prompt"] = prompt
+    if type(completion) is int and 0 <= completion < INT_LIMIT:
+        usage["completion"] = completion
+    if type(total) is int and 0 <= total < INT_LIMIT:
+        usage["total"] = total
+    if type(cached) is int and 0 <= cached < INT_LIMIT:
+        usage["cached"] = cached
+    if type(reasoning) is int and 0 <= reasoning < INT_LIMIT:
+        usage["reasoning"] = reasoning
+    return usage
+
+
+def _text(text: str) -> str:
+    return text if len(text) <= TEXT_BYTES and text.isascii() else clean_text(text)
 
 
 def request_members(
@@ -201,15 +211,15 @@ def request_members(
     """Return the members of a `request` record; None means unknown and is absent.
 
     `status` is what the client was sent (0: nothing); times are microseconds from the accepted
-    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. Strings of the
-    client's go in as they are: the writer caps and cleans them. The token ids go to the writer
-    beside the members.
+    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. Strings that
+    come from outside are capped and cleaned here, so the members fit as they are
+    (`AuditWriter.append_fitting`). The token ids go to the writer beside the members.
     """
     assert outcome in OUTCOMES
     assert phase in PHASES
     members: dict[str, object] = {
         "trace_id": trace_id,
-        "tenant": tenant,
+        "tenant": _text(tenant),
         "qos": qos,
         "status": status,
         "outcome": outcome,
@@ -224,11 +234,11 @@ def request_members(
         times["total"] = total_us
     members["times_us"] = times
     if traceparent is not None:
-        members["traceparent"] = traceparent
+        members["traceparent"] = _text(traceparent)
     if model is not None:
-        members["model"] = model
+        members["model"] = _text(model)
     if served_model is not None:
-        members["served_model"] = served_model
+        members["served_model"] = _text(served_model)
     if pool is not None:
         members["pool"] = pool
     if prompt_hash is not None:
@@ -238,14 +248,14 @@ def request_members(
     if output_hash is not None:
         members["output_hash"] = output_hash
     if qos_asked is not None:
-        members["qos_asked"] = qos_asked
+        members["qos_asked"] = _text(qos_asked)
     if output_len is not None:
         members["output_len"] = output_len
     if usage:
         members["usage"] = usage
     if envelope_kid is not None:
         members["envelope"] = {
-            "kid": envelope_kid,
+            "kid": _text(envelope_kid),
             "suite": envelope_suite or 0,
             "signature": envelope_signature,
             "mac": envelope_mac,

@@ -247,11 +247,20 @@ class AuditWriter:
         here on; `ids` are the record's token ids. Raises `AuditError` for a missing member, an
         unknown kind, a record that no line holds, or in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise AuditError("this chain belongs to the parent process; start one of your own")
         required = REQUIRED.get(kind)
         if required is None or not required <= members.keys():
             raise AuditError(f"a record of kind {kind!r} lacks what it must hold")
+        return self.append_fitting(kind, fit(members), ids)
+
+    def append_fitting(
+        self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None
+    ) -> int:
+        """As `append`, for members that are complete and fit already: `request_members` makes such.
+
+        Raises `AuditError` as `append` does, but for members that are missing.
+        """
+        if os.getpid() != self._pid:
+            raise AuditError("this chain belongs to the parent process; start one of your own")
         if self._closing or not self._room():
             self._lose(members)
             return LOST
@@ -336,7 +345,7 @@ class AuditWriter:
     def _add(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
         wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
         try:
-            ticket = self._pending.add(kind, fit(members), ids, wall_ns, mono_ns)
+            ticket = self._pending.add(kind, members, ids, wall_ns, mono_ns)
         except ValueError as problem:
             raise AuditError(str(problem)) from None
         self._last_ns = mono_ns
