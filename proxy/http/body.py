@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import orjson
 
+from kernels import wire
 from proxy.http.multipart import MultipartError, form_values
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ _ITEM = re.compile(rb"[ \t\r\n]*[\[,][ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
-def members(body: bytes) -> dict[str, Span]:
+def members_pure(body: bytes) -> dict[str, Span]:
     """Return the byte range of each value of the top object, by decoded name, in order.
 
     Raises BodyError: not JSON, not UTF-8, not an object, a name that comes twice.
@@ -101,7 +102,7 @@ def members(body: bytes) -> dict[str, Span]:
     return {name: (start, end) for name, _, start, end in found}
 
 
-def view(body: bytes) -> RequestView | None:
+def view_pure(body: bytes) -> RequestView | None:
     """Return what a request shows; None when it is no JSON object or shows nothing of use."""
     try:
         found, end = _walk(body)
@@ -188,7 +189,7 @@ def ask_token_ids(
     return b"%b,%b}" % (body[: view.end], b",".join(extra)), frozenset(added)
 
 
-def cut_answer(body: bytes, added: frozenset[str]) -> tuple[bytes, AnswerFacts]:
+def cut_answer_pure(body: bytes, added: frozenset[str]) -> tuple[bytes, AnswerFacts]:
     """Return a JSON answer without what was asked for on audit's behalf, and its facts.
 
     Only byte ranges of whole members go; an answer in which they cannot be found exactly is
@@ -381,3 +382,9 @@ def u32_ids(value: object) -> array[int] | None:
         return array("I", value)
     except (TypeError, OverflowError):
         return None
+
+
+# In C where it was built; that reads what is usual and hands all else to these three.
+members, view, cut_answer = wire.bodies(
+    (RequestView, AnswerFacts), IDS, members_pure, view_pure, cut_answer_pure
+)

@@ -78,9 +78,10 @@ Rule = tuple[bytes | None, bool]
 class Names:
     """What to do with each field name, memoised by its exact bytes; bounded."""
 
-    __slots__ = ("_dropped", "_watched", "known")
+    __slots__ = ("_dropped", "_watched", "known", "table")
 
     def __init__(self, watched: tuple[bytes, ...], dropped: tuple[bytes, ...]) -> None:
+        self.table = watched, dropped
         self._watched = frozenset(watched)
         self._dropped = frozenset(dropped)
         self.known: dict[bytes, Rule] = {}

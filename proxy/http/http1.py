@@ -33,6 +33,7 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
+from kernels import wire
 from proxy.http.fields import (
     END_TO_END,
     PLAIN_OPTIONS,
@@ -129,7 +130,7 @@ _PLAIN_CONNECTION = {b"keep-alive": True, b"Keep-Alive": True, b"close": False, 
 _NOTHING: frozenset[bytes] = frozenset()
 
 
-def parse_request(buffer: Buffer, limits: HeadLimits, start: int = 0) -> RequestHead | None:
+def parse_request_pure(buffer: Buffer, limits: HeadLimits, start: int = 0) -> RequestHead | None:
     """Return the request head that begins at `start`, or None while it is incomplete.
 
     Raises HeadError as soon as the bytes so far cannot become a head that is taken. Each call looks
@@ -204,7 +205,7 @@ def parse_request(buffer: Buffer, limits: HeadLimits, start: int = 0) -> Request
     )
 
 
-def parse_response(
+def parse_response_pure(
     buffer: Buffer, limits: HeadLimits, request_method: bytes, start: int = 0
 ) -> ResponseHead | None:
     """Return the response head that begins at `start`, or None while it is incomplete.
@@ -405,3 +406,20 @@ def _refuse_version(line: bytes, version: bytes) -> NoReturn:
     if version.startswith(b"HTTP/"):
         raise HeadError(INVALID, "HTTP version is neither 1.1 nor 1.0")
     raise HeadError(INVALID, "request line does not end with an HTTP version")
+
+
+# In C where it was built; that reads what is usual and hands all else to these two.
+parse_request, parse_response = wire.heads(
+    (RequestHead, ResponseHead, HeadLimits),
+    wire.Grammar(
+        request=REQUEST.table,
+        response=RESPONSE.table,
+        doubtful=(UPSTREAM_ERROR,),
+        token=TCHAR,
+        host=_HOST,
+        methods=_METHODS,
+        connection=_PLAIN_CONNECTION,
+    ),
+    parse_request_pure,
+    parse_response_pure,
+)

@@ -1,0 +1,88 @@
+"""The sidecar's hot readers in C: HTTP/1.1 heads, JSON bodies as byte ranges.
+
+Each C reader stands in front of a pure Python twin. What it takes it returns exactly as the twin
+would; what it is not sure of (a refusal, an incomplete head, anything unusual) it hands to the
+twin, whose word it is. So a machine without a compiler loses speed and nothing else: `heads` and
+`bodies` then return the twins.
+
+The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
+slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+_wire: ModuleType | None
+try:
+    from kernels.wire import _wire
+except ImportError:
+    _wire = None
+
+AVAILABLE = _wire is not None
+"""Whether the extension was built and is used."""
+
+_Request = TypeVar("_Request", bound="Callable[..., object]")
+_Response = TypeVar("_Response", bound="Callable[..., object]")
+_Members = TypeVar("_Members", bound="Callable[..., object]")
+_View = TypeVar("_View", bound="Callable[..., object]")
+_Cut = TypeVar("_Cut", bound="Callable[..., object]")
+
+
+class Grammar(NamedTuple):
+    """What decides in a head; one table for both readers.
+
+    `request` and `response`: (watched names, dropped names), lower case. `doubtful`: watched names
+    whose presence alone makes it the twin's business. `token` and `host`: the bytes of a field name
+    and of Host. `methods`: at most 16. `connection`: whole values and whether they keep it, at
+    most 8.
+    """
+
+    request: tuple[tuple[bytes, ...], tuple[bytes, ...]]
+    response: tuple[tuple[bytes, ...], tuple[bytes, ...]]
+    doubtful: tuple[bytes, ...]
+    token: bytes
+    host: bytes
+    methods: frozenset[bytes]
+    connection: Mapping[bytes, bool]
+
+
+def heads(
+    classes: tuple[type, type, type], grammar: Grammar, request: _Request, response: _Response
+) -> tuple[_Request, _Response]:
+    """Return (parse_request, parse_response) before the given twins.
+
+    `classes`: those of a request's head, a response's head and the limits. Raises TypeError or
+    ValueError when the tables or classes are not what the readers know.
+    """
+    if _wire is None:
+        return request, response
+    reader = _wire.Heads(
+        classes,
+        (grammar.request, grammar.response),
+        grammar.doubtful,
+        grammar.token,
+        grammar.host,
+        grammar.methods,
+        dict(grammar.connection),
+        (request, response),
+    )
+    return reader.parse_request, reader.parse_response
+
+
+def bodies(
+    classes: tuple[type, type], ids: str, members: _Members, view: _View, cut_answer: _Cut
+) -> tuple[_Members, _View, _Cut]:
+    """Return (members, view, cut_answer) before the given twins.
+
+    `classes`: those of a request's view and an answer's facts. `ids`: what has to be in
+    `cut_answer`'s second argument for token ids to be cut. Raises TypeError on another class.
+    """
+    if _wire is None:
+        return members, view, cut_answer
+    reader = _wire.Bodies(classes, ids, (members, view, cut_answer))
+    return reader.members, reader.view, reader.cut_answer

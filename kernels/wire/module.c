@@ -1,0 +1,138 @@
+/* kernels.wire._wire: the module, and what its two types share. */
+#include "wire.h"
+
+#include <structmember.h>
+
+int record_bind(Record *record, PyObject *cls, const char *const *names, int count)
+{
+    if (!PyType_Check(cls) || count > RECORD_FIELDS_MAX) {
+        PyErr_SetString(PyExc_TypeError, "a record class is needed");
+        return -1;
+    }
+    PyTypeObject *type = (PyTypeObject *)cls;
+    PyObject *slots = PyObject_GetAttrString(cls, "__slots__");
+    if (slots == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(slots) || PyTuple_GET_SIZE(slots) != count || type->tp_itemsize != 0) {
+        Py_DECREF(slots);
+        PyErr_Format(PyExc_TypeError, "%s has not the %d slots to fill", type->tp_name, count);
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        PyObject *slot = PyTuple_GET_ITEM(slots, i);
+        PyObject *member = NULL;
+        PyMemberDef *def = NULL;
+        if (PyUnicode_Check(slot) && PyUnicode_CompareWithASCIIString(slot, names[i]) == 0) {
+            member = PyObject_GetAttr(cls, slot);
+        }
+        if (member != NULL && Py_IS_TYPE(member, &PyMemberDescr_Type) &&
+            PyDescr_TYPE(member) == type) {
+            def = ((PyMemberDescrObject *)member)->d_member;
+        }
+        if (def == NULL || def->type != T_OBJECT_EX || def->offset < (Py_ssize_t)sizeof(PyObject) ||
+            def->offset > type->tp_basicsize - (Py_ssize_t)sizeof(PyObject *)) {
+            Py_XDECREF(member);
+            Py_DECREF(slots);
+            PyErr_Format(PyExc_TypeError, "%s has no slot %s there", type->tp_name, names[i]);
+            return -1;
+        }
+        record->offsets[i] = def->offset;
+        Py_DECREF(member);
+    }
+    Py_DECREF(slots);
+    record->count = count;
+    record->type = (PyTypeObject *)Py_NewRef(cls);
+    return 0;
+}
+
+PyObject *record_make(const Record *record, PyObject *const *values)
+{
+    bool whole = true;
+    for (int i = 0; i < record->count; i++) {
+        whole = whole && values[i] != NULL;
+    }
+    PyObject *made = whole ? record->type->tp_alloc(record->type, 0) : NULL;
+    if (made == NULL) {
+        for (int i = 0; i < record->count; i++) {
+            Py_XDECREF(values[i]);
+        }
+        return NULL;
+    }
+    for (int i = 0; i < record->count; i++) {
+        *(PyObject **)((char *)made + record->offsets[i]) = values[i];
+    }
+    return made;
+}
+
+int table_add(Table *table, PyObject *name)
+{
+    if (!PyBytes_CheckExact(name) || PyBytes_GET_SIZE(name) == 0) {
+        PyErr_SetString(PyExc_TypeError, "a name is bytes, not empty");
+        return -1;
+    }
+    if (table->count == TABLE_NAMES_MAX) {
+        PyErr_SetString(PyExc_ValueError, "too many names");
+        return -1;
+    }
+    unsigned at = table_hash((const uint8_t *)PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name));
+    while (table->slots[at] != 0) {
+        at = (at + 1) % TABLE_SLOTS;
+    }
+    table->names[table->count] = Py_NewRef(name);
+    table->slots[at] = (uint8_t)++table->count;
+    return table->count - 1;
+}
+
+void table_clear(Table *table)
+{
+    int count = table->count;
+    table->count = 0;
+    memset(table->slots, 0, sizeof table->slots);
+    for (int i = 0; i < count; i++) {
+        Py_CLEAR(table->names[i]);
+    }
+}
+
+int table_traverse(Table *table, visitproc visit, void *arg)
+{
+    for (int i = 0; i < table->count; i++) {
+        Py_VISIT(table->names[i]);
+    }
+    return 0;
+}
+
+static int module_exec(PyObject *module)
+{
+    PyType_Spec *specs[] = {&wire_heads_spec, &wire_bodies_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0) {
+            Py_XDECREF(type);
+            return -1;
+        }
+        Py_DECREF(type);
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef module_def = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "kernels.wire._wire",
+    .m_doc = "HTTP/1.1 heads and JSON bodies; what is not sure goes to a pure twin.",
+    .m_size = 0,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__wire(void)
+{
+    return PyModuleDef_Init(&module_def);
+}
