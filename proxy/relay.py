@@ -294,6 +294,21 @@ class Relay(Replier):
         self.observe_answer(head)
         self.answer_begins(head)
 
+    def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
+        """See `Lessee`."""
+        self._connection = None
+        self.status = head.status
+        self.observe_answer(head)
+        if self.sealer is not None or self.event_stream or self.changes_length or head.bodiless:
+            self.answer_begins(head)
+            self.upstream_body(body)
+            self.answer_ends()
+        else:
+            self.first_byte_ns = self.context.clock.mono_ns()
+            self.answered_bytes = len(body)
+            self.answer_whole(head, self.observe_data(body))
+        self._close(End.ANSWERED)
+
     def upstream_body(self, data: bytes) -> None:
         """See `Lessee`."""
         context = self.context

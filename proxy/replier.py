@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from proxy.server import Downstream
     from proxy.sm4.sealer import ResponseSealer
 
+BEGUN = Progress.BEGUN
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = "   JanFebMarAprMayJunJulAugSepOctNovDec"
 MESSAGES = {
@@ -86,20 +87,25 @@ class Replier(Observation):
         else:
             self._begin(head, Lengthed(head.content_length))
 
+    def answer_whole(self, head: ResponseHead, body: bytes) -> None:
+        """Write an answer in clear that is there as a whole."""
+        self.progress = BEGUN
+        self._out.append(self._clear_head(head, b"Content-Length: %d\r\n" % len(body)) + body)
+
     def _begin(self, head: ResponseHead, answer: Answer) -> None:
         self.answer = answer
-        self.progress = Progress.BEGUN
-        self._out.append(
-            b"".join(
-                (
-                    b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason),
-                    head.lines,
-                    answer.framing(),
-                    self.stream_fields,
-                    self.own_fields(),
-                    b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
-                )
-            )
+        self.progress = BEGUN
+        self._out.append(self._clear_head(head, answer.framing()))
+
+    def _clear_head(self, head: ResponseHead, framing: bytes) -> bytes:
+        return b"HTTP/1.1 %d %b\r\n%b%b%b%b%b" % (
+            head.status,
+            head.reason,
+            head.lines,
+            framing,
+            self.stream_fields if self.event_stream else b"",
+            self.own_fields(),
+            b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
         )
 
     def _begin_stream(self, sealer: ResponseSealer, *, as_events: bool) -> None:
@@ -111,7 +117,7 @@ class Replier(Observation):
             carrier="sse" if as_events else "raw",
         )
         answer = self.answer = SealedStream(stream, unlengthed(self.request.minor))
-        self.progress = Progress.BEGUN
+        self.progress = BEGUN
         head = self._sealed_head(answer.framing(), event_stream=as_events)
         self._out.append(head + answer.start())
 
@@ -177,8 +183,7 @@ class Replier(Observation):
         head = self.answer_head
         assert head is not None
         if self.sealer is None:
-            self._begin(head, Lengthed(len(body)))
-            self._out.append(body)
+            self.answer_whole(head, body)
             return
         try:
             self._single(self.sealer, head.status, self.content_type, body)
@@ -190,7 +195,7 @@ class Replier(Observation):
         now_ms = self.context.clock.wall_ms()
         sealed = sealer.single(status, kind, body, nonce=os.urandom(12), now_ms=now_ms)
         framing = b"Content-Length: %d\r\n" % len(sealed)
-        self.progress = Progress.BEGUN
+        self.progress = BEGUN
         self._out.append(self._sealed_head(framing, event_stream=False) + sealed)
 
     def flush(self) -> None:

@@ -38,6 +38,9 @@ class Lessee(Protocol):
     def upstream_head(self, head: ResponseHead) -> None:
         """Take the answer's head."""
 
+    def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
+        """Take a whole answer; the connection is no longer leased."""
+
     def upstream_body(self, data: bytes) -> None:
         """Take body bytes, without transfer framing."""
 
@@ -162,6 +165,13 @@ class UpstreamConnection(asyncio.Protocol):
             if head.status == 101:  # nobody asked: Upgrade is not forwarded
                 raise HeadError("upstream_protocol", "101 without a request for it")
         self._buffer = b""
+        rest = len(data) - start
+        if rest and rest == head.content_length and head.keep_alive and self.request_whole:
+            # A whole answer in one read, as most are that do not stream.
+            self.lessee = None
+            self.owner.put_back(self)
+            lessee.upstream_whole(head, data[start:])
+            return
         self._head = head
         if head.bodiless:
             self._left, self._chunks = 0, None
@@ -174,8 +184,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self.lessee is not lessee:
             return  # it gave up while taking the head
         if self._chunks is None and self._left == 0:
-            self._end(lessee, clean=start == len(data))
-        elif start < len(data):
+            self._end(lessee, clean=not rest)
+        elif rest:
             self._body(lessee, data[start:])
 
     def _body(self, lessee: Lessee, data: bytes) -> None:
