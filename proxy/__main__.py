@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 
-from proxy.config import Settings, SettingsError, read
+from proxy.config import Settings, SettingsError, read, service_variables
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 
@@ -45,6 +45,9 @@ def serve(settings: Settings) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
+    ignored = service_variables(os.environ)
+    if ignored:
+        logging.getLogger("proxy").info("ignored, Kubernetes made them: %s", " ".join(ignored))
     # Keys live in this process: no core dump may hold them.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     loop = uvloop.new_event_loop()

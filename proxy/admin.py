@@ -67,6 +67,7 @@ class Admin(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         self._buffer += data
+        head_only = self._buffer.startswith(b"HEAD ")
         try:
             head = parse_request(self._buffer, HEAD_LIMITS)
             if head is None:
@@ -88,7 +89,7 @@ class Admin(asyncio.Protocol):
             b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
             b"Cache-Control: no-store\r\nConnection: close\r\n\r\n"
             % (status, b"OK" if status < 300 else b"Error", kind, len(answer))
-            + answer
+            + (b"" if head_only else answer)
         )
         transport.close()
 

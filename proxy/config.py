@@ -211,7 +211,6 @@ class Settings:
 
 
 _SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
-_SERVICE_PARTS = ("_SERVICE_PORT", "_PORT_")
 
 
 def is_service_variable(name: str) -> bool:
@@ -333,6 +332,11 @@ def own_variables(environ: Mapping[str, str], skip: tuple[str, ...]) -> dict[str
         and not name.removeprefix(ENV_PREFIX).startswith(skip)
         and not is_service_variable(name)
     }
+
+
+def service_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables with our prefix that Kubernetes made for a Service, by name."""
+    return sorted(n for n in environ if n.startswith(ENV_PREFIX) and is_service_variable(n))
 
 
 def load(text: str, environ: Mapping[str, str]) -> Settings:

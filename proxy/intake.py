@@ -23,7 +23,11 @@ _MESSAGES = {
     "envelope_cache_full": "no room to remember this envelope; try again",
     "envelope_busy": "too many sealed bodies are waiting to be verified; try again",
 }
-_CARRIED = ((b"accept", b"Accept"), (b"x-request-id", b"X-Request-Id"))
+_CARRIED = (
+    (b"accept", b"Accept"),
+    (b"x-request-id", b"X-Request-Id"),
+    (b"tracestate", b"tracestate"),
+)
 
 
 def _text(value: bytes | None) -> str | None:

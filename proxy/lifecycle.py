@@ -302,7 +302,8 @@ class Sidecar:
         self._stopping.set()
 
     def _start_drain(self) -> None:
-        self._loop.call_soon_threadsafe(setattr, self._context, "draining", True)
+        # From the admin thread, and before its answer: who asks readyz next must see it.
+        self._context.draining = True
 
     async def _drain(self) -> None:
         context = self._context

@@ -10,6 +10,7 @@ holds no upstream and a refused connection can be tried elsewhere; a larger one 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from proxy.errors import ERRORS, RequestError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 WAITING = Progress.WAITING
+_ACCEPT_ENCODING = re.compile(rb"(?i)(?:(?<=\n)|^)accept-encoding:[^\r\n]*\r\n")
 _NO_BODY_EXPECTED = frozenset((b"GET", b"HEAD", b"DELETE", b"OPTIONS"))
 NONE_TRIED: frozenset[str] = frozenset()
 
@@ -140,6 +142,8 @@ class Relay(Replier):
         if body:
             body = self.observe_request(body, kind, ask_ids=self.lane.route.settings.token_ids)
             framing = b"Content-Length: %d\r\n\r\n" % len(body)
+            if self.changes_length:  # a compressed answer could not be cut
+                lines = _ACCEPT_ENCODING.sub(b"", lines)
         elif self.method in _NO_BODY_EXPECTED:
             framing = b"\r\n"
         else:
@@ -237,7 +241,7 @@ class Relay(Replier):
             pieces, self._pieces = self._pieces, []
             connection.write(b"".join((self._payload, *pieces)))
             if not self._body_whole:
-                if not connection.unsent():
+                if not connection.write_paused:
                     self.downstream.hold_body(hold=False)
                 return
         else:
@@ -328,6 +332,13 @@ class Relay(Replier):
     def upstream_end(self) -> None:
         """See `Lessee`: the answer is whole."""
         self._connection = None
+        head = self.answer_head
+        framed = head is None or head.chunked or head.content_length is not None
+        if self.event_stream and not framed and not self.between_events:
+            self._close(
+                End.UPSTREAM_RESET
+            )  # only its end delimits it, and that came inside an event
+            return
         self.answer_ends()
         self._close(End.ANSWERED)
 

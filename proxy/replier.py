@@ -142,7 +142,8 @@ class Replier(Observation):
         assert self._collected is not None, "body before head"
         self._collected.append(data)
         self._collected_bytes += len(data)
-        if self.sealer is not None and self._collected_bytes > SINGLE_BYTES_MAX:
+        whole = self.needs_whole_answer and self._collected_bytes <= WHOLE_ANSWER_BYTES
+        if self.sealer is not None and self._collected_bytes > SINGLE_BYTES_MAX and not whole:
             self._overflow(self.sealer, b"".join(self._collected))
         elif self.sealer is None and self._collected_bytes > WHOLE_ANSWER_BYTES:
             # Too large to hold: it goes on as it is, with the ids that were asked for.

@@ -74,6 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
         "request_whole",
         "reused",
         "transport",
+        "write_paused",
     )
 
     def __init__(self, owner: Upstreams, endpoint: Endpoint, limits: HeadLimits) -> None:
@@ -81,6 +82,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.endpoint = endpoint
         self.transport: asyncio.Transport | None = None
         self.reused = False
+        self.write_paused = False
         self.request_whole = False  # set by the lessee with the last byte it writes
         self.idle_since_ns = 0
         self._limits = limits
@@ -253,11 +255,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """See asyncio."""
+        self.write_paused = True
         if self.lessee is not None:
             self.lessee.upstream_writable(writable=False)
 
     def resume_writing(self) -> None:
         """See asyncio."""
+        self.write_paused = False
         if self.lessee is not None:
             self.lessee.upstream_writable(writable=True)
 
