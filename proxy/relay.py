@@ -335,9 +335,8 @@ class Relay(Replier):
         head = self.answer_head
         framed = head is None or head.chunked or head.content_length is not None
         if self.event_stream and not framed and not self.between_events:
-            self._close(
-                End.UPSTREAM_RESET
-            )  # only its end delimits it, and that came inside an event
+            # Only its end delimits it, and that came inside an event.
+            self._close(End.UPSTREAM_RESET)
             return
         self.answer_ends()
         self._close(End.ANSWERED)
