@@ -52,6 +52,9 @@ def agent(config_path: str | None) -> None:
 
 
 def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
+    from agent.engine.threads import shorten_spin
+
+    shorten_spin(os.environ)  # before torch, whose OpenMP reads it once
     import torch
 
     from agent.engine.load import KV_TOKENS, load_engine

@@ -109,8 +109,9 @@ class Model:
         self._block_size = block_size
         self.device = weights.embed.device
         shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
-        # Zeroed by the system page by page when first touched: an idle pool costs no memory.
-        self.kv = torch.zeros(shape, dtype=weights.embed.dtype, device=self.device)
+        # Not filled: the system maps a page when it is first written, so an idle pool costs no
+        # memory. Only slots that a step has written are ever read.
+        self.kv = torch.empty(shape, dtype=weights.embed.dtype, device=self.device)
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
         inverse = 1.0 / (spec.rope_theta**half)
         if spec.rope_factors is not None:

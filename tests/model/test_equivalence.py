@@ -69,6 +69,13 @@ def test_all_prompts_at_once_give_the_same_tokens(engine):
     ]
 
 
+def test_the_answer_names_paris(engine):
+    case = next(case for case in expected() if case["name"] == "capital")
+    got = collect(engine, case["prompt"], Sampling(MAX_TOKENS, temperature=0.0))
+    assert "Paris" in got.text
+    assert got.finish == "stop"
+
+
 def test_five_prompts_run_for_all_64_tokens(engine):
     long = [
         case
