@@ -1,9 +1,9 @@
 """How the CPU's worker threads wait for each other.
 
-A step is some 300 short parallel regions. GNU OpenMP lets a thread that waits spin for
-milliseconds, which is right on an idle machine; with one other busy process on two cores the spinning thread
-keeps its own peer from running, and a step of 25 ms was measured at 300 to 1,300 ms. A short spin
-costs 1 ms on an idle machine and keeps the step below 60 ms on the busy one (docs/engine.md).
+A step is some 300 short parallel regions. GNU OpenMP lets a waiting thread spin for milliseconds,
+which is right on an idle machine. With another busy process on two cores the spinning thread keeps
+its own peer from running: a step of 25 ms was measured at 300 to 1,300 ms. A short spin costs 1 ms
+on an idle machine and keeps the step below 60 ms on the busy one (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from agent.engine.model import Span
 from agent.engine.sampler import pick
 from agent.engine.scheduler import Seq
@@ -30,8 +32,6 @@ from agent.engine.types import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from agent.engine.model import Model
     from agent.engine.scheduler import Scheduler, Work
@@ -81,7 +81,8 @@ class _Request:
 class TorchEngine:
     """Implements `types.Engine` on a `Model`, a `Scheduler` and one thread.
 
-    `max_waiting` bounds requests that are accepted and not running.
+    `max_waiting` bounds requests that are accepted and not running; `threads`: CPU threads a step
+    may use.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TorchEngine:
         *,
         max_sequences: int,
         max_waiting: int,
+        threads: int,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -100,6 +102,7 @@ class TorchEngine:
         self._scheduler = scheduler
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
+        self._threads = threads
         capacity = scheduler.pool.total * scheduler.pool.block_size
         self._context = min(info.context_length, capacity)
         self._requests: dict[Seq, _Request] = {}
@@ -194,6 +197,7 @@ class TorchEngine:
 
     def _run(self) -> None:
         try:
+            torch.set_num_threads(self._threads)
             while self._turn():
                 pass
         except Exception as problem:  # noqa: BLE001 - a shell's top: nobody must wait for ever
