@@ -90,6 +90,15 @@ def stamp_of(pyproject: bytes, constraints: bytes, torch: str | None, python: st
     return digest.hexdigest()[:32]
 
 
+def extension_sources(root: Path) -> bytes:
+    """Return a digest of the C sources that the project's stage compiles, names included."""
+    digest = hashlib.sha256()
+    for path in sorted(root.glob("kernels/*/*.[ch]")):
+        for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()
+
+
 def pip_trouble(lines: list[str]) -> str:
     """Turn what pip said last into what a person can do about it."""
     text = "\n".join(lines).lower()
@@ -310,6 +319,12 @@ def warn_before_torch(arguments: list[str]) -> None:
         time.sleep(WARN_PAUSE_S)
 
 
+def drop_extensions(root: Path) -> None:
+    """Remove extensions built before: without a compiler the old ones would stay and not fit."""
+    for path in root.glob("kernels/*/*.so"):
+        path.unlink(missing_ok=True)
+
+
 # --- the run -------------------------------------------------------------------------------------
 
 
@@ -335,7 +350,9 @@ def run(*, dev: bool) -> None:
     torch = os.environ.get(TORCH_VARIABLE) or None
     constraints = CONSTRAINTS.read_text(encoding="utf-8")
     pyproject = (ROOT / "pyproject.toml").read_bytes()
-    fresh = stamp_of(pyproject, constraints.encode(), torch, f"{sys.version_info[:2]} {ROOT}")
+    base = stamp_of(pyproject, constraints.encode(), torch, f"{sys.version_info[:2]} {ROOT}")
+    sources = extension_sources(ROOT).hex()
+    fresh = hashlib.sha256(f"{base} {sources}".encode()).hexdigest()[:32]
     path = VENV / "tongguan-setup.json"
     stamps = read_stamps(path)
     kinds = ("dev",) if dev else ("up", "dev")  # what tests need contains what `up` needs
@@ -346,11 +363,14 @@ def run(*, dev: bool) -> None:
     stamps = read_stamps(path)
     for number, (stage, arguments) in enumerate(stages(constraints, torch, dev=dev)):
         key = f"{number} {stage}"
-        made_from = hashlib.sha256(json.dumps([fresh, arguments]).encode()).hexdigest()[:32]
+        parts = [base, arguments, sources if stage == "tongguan" else ""]
+        made_from = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
         if stamps.get(key) == made_from:
             continue
         if stage == "torch":
             warn_before_torch(arguments)
+        if stage == "tongguan":
+            drop_extensions(ROOT)
         pip(stage, arguments)
         stamps[key] = made_from
         write_stamps(path, stamps)

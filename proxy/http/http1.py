@@ -408,18 +408,16 @@ def _refuse_version(line: bytes, version: bytes) -> NoReturn:
     raise HeadError(INVALID, "request line does not end with an HTTP version")
 
 
+_GRAMMAR = wire.Grammar(
+    request=REQUEST.table,
+    response=RESPONSE.table,
+    doubtful=(UPSTREAM_ERROR,),
+    token=TCHAR,
+    host=_HOST,
+    methods=_METHODS,
+    connection=_PLAIN_CONNECTION,
+)
 # In C where it was built; that reads what is usual and hands all else to these two.
 parse_request, parse_response = wire.heads(
-    (RequestHead, ResponseHead, HeadLimits),
-    wire.Grammar(
-        request=REQUEST.table,
-        response=RESPONSE.table,
-        doubtful=(UPSTREAM_ERROR,),
-        token=TCHAR,
-        host=_HOST,
-        methods=_METHODS,
-        connection=_PLAIN_CONNECTION,
-    ),
-    parse_request_pure,
-    parse_response_pure,
+    (RequestHead, ResponseHead, HeadLimits), _GRAMMAR, parse_request_pure, parse_response_pure
 )

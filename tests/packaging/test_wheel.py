@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -24,11 +25,13 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str | Path], folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=folder,
-        env=clean_environment(),
+        env=clean_environment() | environment,
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -37,10 +40,8 @@ def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(tree: Path, out: Path, **environment: str) -> Path:
     """Build from the files git knows, in a copy: leftovers of earlier builds cannot get in."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard"],
         check=True,
@@ -52,10 +53,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
     pip: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
-    built = run([*pip, "--no-build-isolation", "--no-index", "--wheel-dir", out, "."], tree)
+    command = [*pip, "--no-build-isolation", "--no-index", "--wheel-dir", out, "."]
+    built = run(command, tree, **environment)
     assert built.returncode == 0, built.stdout + built.stderr
     (found,) = out.glob("tongguan-*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,34 @@ def test_wheel_holds_the_four_rooms_and_nothing_else(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == set(OURS)
     assert {f"{room}/py.typed" for room in OURS} <= set(names)
+
+
+def extensions(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_wheel_holds_the_extension_where_it_can_be_built(wheel: Path) -> None:
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if shutil.which(compiler) is None or not header.exists():
+        pytest.skip("no C compiler or no Python.h here")
+    (name,) = extensions(wheel)
+    assert name.startswith("kernels/wire/_wire.")
+
+
+def test_wheel_without_a_compiler_is_pure_and_works(tmp_path: Path) -> None:
+    wheel = build(tmp_path / "tree", tmp_path, CC="/bin/false")
+    assert extensions(wheel) == []
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "there")
+    code = (
+        "from kernels import wire; from proxy.http import body;"
+        "print(wire.AVAILABLE, body.members(b'{}'))"
+    )
+    done = run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, '.'); {code}"],
+               tmp_path / "there")  # fmt: skip
+    assert (done.stdout, done.stderr) == ("False {}\n", "")
 
 
 def test_our_packages_are_ours(wheel: Path, image: Path) -> None:

@@ -75,6 +75,30 @@ def test_stamp_depends_on_every_part_and_on_where_they_meet(bootstrap):
     assert len(stamps) == 4
 
 
+def test_changed_c_sources_are_noticed(bootstrap, tmp_path):
+    room = tmp_path / "kernels" / "wire"
+    room.mkdir(parents=True)
+    (room / "a.c").write_bytes(b"int a;")
+    seen = {bootstrap.extension_sources(tmp_path)}
+    (room / "readme.md").write_bytes(b"no source")
+    assert bootstrap.extension_sources(tmp_path) in seen
+    for name, text in (("a.c", b"int b;"), ("a.h", b""), ("b.c", b"")):
+        (room / name).write_bytes(text)
+        seen.add(bootstrap.extension_sources(tmp_path))
+    assert len(seen) == 4
+
+
+def test_only_built_extensions_are_dropped(bootstrap, tmp_path):
+    room = tmp_path / "kernels" / "wire"
+    room.mkdir(parents=True)
+    for name in ("a.c", "a.so", "a.cpython-311-x86_64-linux-gnu.so"):
+        (room / name).touch()
+    (tmp_path / "b.so").touch()
+    bootstrap.drop_extensions(tmp_path)
+    assert [path.name for path in room.iterdir()] == ["a.c"]
+    assert (tmp_path / "b.so").exists()
+
+
 @pytest.mark.parametrize(
     ("said", "meaning"),
     [

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from proxy.http import body as bodies
 from proxy.http.body import (
     IDS,
     OPTIONS,
@@ -16,9 +17,19 @@ from proxy.http.body import (
     model_of,
     view,
 )
+from tests.unit.kernels.wire_cases import as_one
 
 # Two shared cores: slow is no finding.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", params=["pure", "both"], autouse=True)
+def implementation(request):
+    """Run all that is here with the pure functions, then with C, each answer compared with pure."""
+    for name in ("cut_answer", "members", "view"):
+        pure = getattr(bodies, name + "_pure")
+        both = as_one(getattr(bodies, name), pure)
+        globals()[name] = both if request.param == "both" else pure
 
 
 class Oracle:

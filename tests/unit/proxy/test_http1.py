@@ -4,11 +4,23 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from proxy.http import http1
 from proxy.http.fields import REQUEST
 from proxy.http.http1 import HeadError, HeadLimits, parse_request, parse_response
+from tests.unit.kernels.wire_cases import as_one
 
 # Two shared cores: slow is no finding.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", params=["pure", "both"], autouse=True)
+def implementation(request):
+    """Run all that is here with the pure functions, then with C, each answer compared with pure."""
+    for name in ("parse_request", "parse_response"):
+        pure = getattr(http1, name + "_pure")
+        both = as_one(getattr(http1, name), pure)
+        globals()[name] = both if request.param == "both" else pure
+
 
 LIMITS = HeadLimits(head_bytes=65536, field_bytes=32768, fields=128)
 SMALL = HeadLimits(head_bytes=256, field_bytes=64, fields=4)
