@@ -25,6 +25,13 @@ SSE_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 LAST_CHUNK = b"0\r\n\r\n"
+# Runs the sidecar under a file size limit: its first argument.
+LIMITED = """
+import resource, runpy, sys
+size = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+runpy.run_module("proxy", run_name="__main__")
+"""
 
 
 def chunk(data):
@@ -347,10 +354,11 @@ def new_keys(folder, *arguments):
 class Sidecar:
     """`python -m proxy --config FILE`; a context manager that leaves no process.
 
-    `variables` are settings as they stand in the environment, without the prefix.
+    `variables` are settings as they stand in the environment, without the prefix. `file_bytes`:
+    no file may grow beyond that, as on a full disk.
     """
 
-    def __init__(self, folder, upstream_url, *, keys=None, toml="", **variables):
+    def __init__(self, folder, upstream_url, *, keys=None, toml="", file_bytes=None, **variables):
         base = free_base()
         self.app, self.sealed, self.admin = base + 80, base + 81, base + 90
         self.folder = Path(folder)
@@ -374,12 +382,15 @@ class Sidecar:
             values["ENVELOPE_FENCE_S"] = "0"
         values |= {name: str(value) for name, value in variables.items()}
         self.environ = environment(**{f"TONGGUAN_{name}": v for name, v in values.items()})
+        self.command = [sys.executable, "-m", "proxy", "--config", str(self.config)]
+        if file_bytes is not None:
+            self.command[1:3] = ["-c", LIMITED, str(file_bytes)]
         self.process = None
 
     def spawn(self):
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "proxy", "--config", str(self.config)],
+                self.command,
                 env=self.environ,
                 stdout=log,
                 stderr=log,

@@ -333,3 +333,27 @@ def test_hostile_strings_never_make_a_record_unwritable(sidecar, upstream, keys)
         assert answer.status == 200
         assert sidecar.record(answer.trace_id)["outcome"] == "ok"
     assert verify(sidecar.audit_dir, keys)[:2] == (0, "ok")
+
+
+@pytest.mark.parametrize("policy", ["block", "degrade"])
+def test_full_disk_blocks_or_degrades_as_policy_says(tmp_path, upstream, keys, policy):
+    sidecar = Sidecar(
+        tmp_path / "s", upstream.url, keys=keys, file_bytes=20_000, AUDIT_ON_FAILURE=policy
+    )
+    with sidecar:
+        answers = [sidecar.ask(post(BODY)) for _ in range(60)]
+        until(lambda: sidecar.metric("tongguan_proxy_audit_available") == 0, "the failure")
+        answers.append(sidecar.ask(post(BODY)))
+        ready = sidecar.admin_ask("GET", "/readyz")
+        if policy == "block":
+            assert (answers[-1].status, answers[-1].error()) == (503, "audit_unavailable")
+            assert ready.status == 503
+            assert b"audit_unavailable" in ready.body
+        else:
+            assert {answer.status for answer in answers} == {200}
+            assert b"audit_degraded" in ready.body
+        assert sidecar.metric("tongguan_proxy_audit_failures_total") >= 1
+        _, verdict, result = verify(sidecar.audit_dir, keys)
+        assert verdict == "ok", result["findings"]
+        sidecar.kill()
+        sidecar.log_path.write_text("")  # the failure may be logged as an error

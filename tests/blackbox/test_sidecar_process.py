@@ -286,11 +286,12 @@ def test_sigterm_lets_a_stream_end_naturally(tmp_path, upstream, keys):
         assert done.returncode == 0, done.stdout
 
 
-def test_sigterm_without_requests_ends_at_once(tmp_path, upstream, keys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_without_requests_ends_at_once(tmp_path, upstream, keys, number):
     with Sidecar(tmp_path / "s", upstream.url, keys=keys) as sidecar, sidecar.client() as idle:
         idle.send(post(CHAT)).answer()
         start = time.monotonic()
-        sidecar.signal(signal.SIGTERM)
+        sidecar.signal(number)
         assert sidecar.ended() == 0
         assert time.monotonic() - start < 2
         assert idle.rest() == (b"", True)

@@ -534,6 +534,19 @@ def test_request_that_takes_longer_than_any_may_is_ended(tmp_path, upstream):
     assert b'"upstream_timeout"' in answer.body[-300:]
 
 
+def test_idle_connections_end_in_time_on_both_sides(tmp_path, upstream):
+    with Sidecar(
+        tmp_path / "s", upstream.url, TIMEOUTS_KEEPALIVE_S=0.4, POOLS_SHARED_KEEPALIVE_S=0.4
+    ) as sidecar:
+        start = time.monotonic()
+        with sidecar.client() as client, sidecar.client() as unused:
+            assert client.send(post(CHAT)).answer().status == 200
+            assert client.rest() == (b"", True)
+            assert unused.rest() == (b"", True)
+        assert 0.35 < time.monotonic() - start < 3
+        until(lambda: upstream.last().wire.sock.fileno() < 0, "the upstream's connection to end")
+
+
 def test_nothing_is_held_when_all_is_done(sidecar, upstream):
     assert sidecar.ask(post(CHAT)).status == 200
     assert sidecar.idle()

@@ -119,6 +119,28 @@ def test_openai_package_gets_the_same_text_plain_and_sealed(sidecar, upstream, k
     assert texts == ["".join(TEXT)] * 4
 
 
+@pytest.mark.parametrize("door", ["plain", "sealed"])
+def test_openai_package_reads_our_own_errors(sidecar, upstream, keys, door):
+    def script(seen):
+        seen.reply()
+        seen.wire.close()
+
+    upstream.answering(script)
+    port, carrier = sidecar.app, httpx.HTTPTransport()
+    if door == "sealed":
+        port, carrier = sidecar.sealed, Sm4Transport(keys / "client.json")
+    with (
+        httpx.Client(transport=carrier, trust_env=False) as http,
+        openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="x", http_client=http, max_retries=0
+        ) as client,
+        pytest.raises(openai.InternalServerError) as refused_call,
+    ):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+    assert refused_call.value.status_code == 502
+    assert refused_call.value.code == "upstream_reset"
+
+
 @pytest.mark.parametrize("size", [10, MIB - 40, 3 * MIB])
 def test_body_of_any_size_goes_both_ways(sidecar, upstream, keys, size):
     payload = random.Random(size).randbytes(size)
@@ -562,6 +584,43 @@ def test_body_whose_model_is_in_doubt_is_refused(sidecar, upstream, channel, met
     body = {"duplicated": b'{"model":"tiny","model":"tiny"}', "not JSON": b'{"model":"tiny"'}
     sealed = channel.seal(body[method], model="tiny")
     assert sealed.open(ask(sidecar, sealed.request()))[0] == 400
+    assert upstream.seen == []
+
+
+def frames(wire):
+    """Take a stream envelope apart: header, frames."""
+    parts, at = [wire[:40]], 40
+    while at < len(wire):
+        size = 4 + (int.from_bytes(wire[at : at + 4], "big") & 0x7FFFFFFF)
+        parts.append(wire[at : at + size])
+        at += size
+    return parts
+
+
+REARRANGED = {
+    "last frame missing": lambda p: p[:-1],
+    "only the header": lambda p: p[:1],
+    "frame missing": lambda p: [p[0], p[1], *p[3:]],
+    "first frame missing": lambda p: [p[0], *p[2:]],
+    "frames swapped": lambda p: [p[0], p[1], p[3], p[2], *p[4:]],
+    "frame twice": lambda p: [p[0], p[1], p[1], *p[2:]],
+    "frame after the last": lambda p: [*p, p[-1]],
+    "called last too early": lambda p: [p[0], p[1], bytes([p[2][0] | 0x80]) + p[2][1:]],
+    "not called last": lambda p: [*p[:-1], bytes([p[-1][0] & 0x7F]) + p[-1][1:]],
+    "huge frame": lambda p: [*p[:2], b"\x7f\xff\xff\xff" + p[2][4:]],
+    "tiny frame": lambda p: [*p[:2], b"\x00\x00\x00\x10" + bytes(16)],
+    "junk behind": lambda p: [*p, b"x"],
+}
+
+
+@pytest.mark.parametrize("how", REARRANGED)
+def test_rearranged_frames_are_refused(sidecar, upstream, channel, how):
+    body = b'{"model":"tiny","x":"' + b"y" * 150_000 + b'"}'
+    sealed = channel.seal(body, stream=True)
+    parts = frames(sealed.wire)
+    assert len(parts) > 4
+    sealed.wire = b"".join(REARRANGED[how](parts))
+    assert refused(ask(sidecar, sealed.request())) == (400, "envelope_rejected")
     assert upstream.seen == []
 
 

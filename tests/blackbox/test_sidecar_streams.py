@@ -182,6 +182,41 @@ def test_reset_in_a_body_that_ends_by_close_is_no_end(sidecar, upstream):
         assert LAST_CHUNK not in client.rest()[0]
 
 
+def test_stream_without_framing_that_ends_inside_an_event_is_no_whole_answer(sidecar, upstream):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    script = Script([head, EVENT + HALF_EVENT], ENDS["close"])
+    upstream.answering(script)
+    with sidecar.client() as client:
+        client.send(post(CHAT))
+        begun(client, script, EVENT + HALF_EVENT)
+        assert client.rest()[0] == b""
+
+
+def test_compressed_stream_that_breaks_is_cut(sidecar, upstream):
+    head = SSE_HEAD[:-2] + b"Content-Encoding: gzip\r\n\r\n"
+    script = Script([head, chunk(b"\x1f\x8b\n\n")], ENDS["close"])
+    upstream.answering(script)
+    with sidecar.client() as client:
+        client.send(post(CHAT))
+        begun(client, script, b"\x1f\x8b\n\n")
+        assert client.rest()[0] == b""
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_upstream_that_dies_inside_a_streamed_request_gives_the_client_a_502(
+    sidecar, upstream, how
+):
+    def script(seen):
+        seen.wire.take(1000)
+        getattr(seen.wire, how)()
+
+    upstream.answering(script)
+    with sidecar.client() as client:
+        client.send(post(b"x" * (3 * MIB)))
+        answer = client.answer()
+    assert (answer.status, answer.error()) == (502, "upstream_reset")
+
+
 def leave_by_close(client):
     client.close()
 
