@@ -1,9 +1,9 @@
-"""The sidecar's hot readers in C: HTTP/1.1 heads, JSON bodies as byte ranges.
+"""The sidecar's hot readers in C: HTTP/1.1 heads, chunks, JSON bodies as byte ranges.
 
 Each C reader stands in front of a pure Python twin. What it takes it returns exactly as the twin
 would; what it is not sure of (a refusal, an incomplete head, anything unusual) it hands to the
-twin, whose word it is. So a machine without a compiler loses speed and nothing else: `heads` and
-`bodies` then return the twins.
+twin, whose word it is. So a machine without a compiler loses speed and nothing else: `heads`,
+`chunks` and `bodies` then return the twins.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -28,6 +28,7 @@ AVAILABLE = _wire is not None
 
 _Request = TypeVar("_Request", bound="Callable[..., object]")
 _Response = TypeVar("_Response", bound="Callable[..., object]")
+_Chunks = TypeVar("_Chunks", bound="Callable[..., object]")
 _Members = TypeVar("_Members", bound="Callable[..., object]")
 _View = TypeVar("_View", bound="Callable[..., object]")
 _Cut = TypeVar("_Cut", bound="Callable[..., object]")
@@ -72,6 +73,18 @@ def heads(
         (request, response),
     )
     return reader.parse_request, reader.parse_response
+
+
+def chunks(whole_chunks: _Chunks) -> _Chunks:
+    """Return whole_chunks(data, pieces) in place of the given twin.
+
+    It appends the payload of the chunks that `data` begins with and returns where they end: before
+    the first one that has an extension, is the last, is not here as a whole or is malformed.
+    """
+    if _wire is None:
+        return whole_chunks
+    chosen: _Chunks = _wire.whole_chunks
+    return chosen
 
 
 def bodies(

@@ -116,6 +116,13 @@ static int module_exec(PyObject *module)
     return 0;
 }
 
+static PyMethodDef module_methods[] = {
+    {"whole_chunks", (PyCFunction)(void (*)(void))wire_whole_chunks, METH_FASTCALL,
+     "whole_chunks(data, pieces, /)\n--\n\n"
+     "Append the payload of each chunk that `data` begins with; return where they end."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, module_exec},
 #if PY_VERSION_HEX >= 0x030C0000
@@ -129,6 +136,7 @@ static struct PyModuleDef module_def = {
     .m_name = "kernels.wire._wire",
     .m_doc = "HTTP/1.1 heads and JSON bodies; what is not sure goes to a pure twin.",
     .m_size = 0,
+    .m_methods = module_methods,
     .m_slots = module_slots,
 };
 

@@ -122,9 +122,11 @@ static inline uint64_t any_equal(uint64_t word, unsigned byte)
     return any_below(word ^ EACH_BYTE(byte), 1);
 }
 
-/* --- types, one per file ---------------------------------------------------------------------- */
+/* --- the module's parts ---------------------------------------------------------------------- */
 
 extern PyType_Spec wire_heads_spec;
 extern PyType_Spec wire_bodies_spec;
+
+PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 
+from kernels import wire
+
 LAST_CHUNK = b"0\r\n\r\n"
 LINE_BYTES = 4096
 """Bound of one chunk-size line with its extensions, and of one trailer line."""
@@ -57,13 +59,23 @@ class ChunkReader:
 
         Raises ChunkError; the reader is of no use after that.
         """
+        pieces: list[bytes] = []
+        self.pieces = pieces
+        size = len(data)
         held = len(self._held)
         if held:
             data = self._held + data
+            size += held
             self._held = b""
-        pieces: list[bytes] = []
-        self.pieces = pieces
-        size, pos = len(data), 0
+        pos = 0
+        if self._state == _IN_SIZE:
+            pos = whole_chunks(data, pieces)
+            if pos == size:
+                return size - held
+            if size - pos == len(LAST_CHUNK) and data.endswith(LAST_CHUNK):
+                self._state = _ENDED
+                self.done = True
+                return size - held
         while pos < size:
             if self._state == _IN_SIZE:
                 line = _SIZE.match(data, pos, pos + LINE_BYTES)
@@ -138,6 +150,17 @@ class ChunkReader:
         if begin.fullmatch(data, pos) is None:
             raise ChunkError(f"{what} line is bad")
         self._held = data[pos:]
+
+
+def whole_chunks_pure(data: bytes, pieces: list[bytes]) -> int:  # noqa: ARG001 - the twin in C
+    """Append the payload of the chunks that `data` begins with; return where they end.
+
+    Taking none is as right: what is left, `feed` reads itself.
+    """
+    return 0
+
+
+whole_chunks = wire.chunks(whole_chunks_pure)
 
 
 def frame(payload: bytes) -> bytes:

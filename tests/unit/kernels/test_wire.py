@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import wire
-from proxy.http import body, http1
+from proxy.http import body, chunked, http1
 from tests.unit.kernels.wire_cases import (
     ALL_LIMITS,
     ANSWERS,
@@ -254,6 +254,19 @@ def test_values_at_every_offset_of_a_block_agree():
 
 
 @built
+def test_whole_chunks_are_read_in_c_alone():
+    pieces: list[bytes] = []
+    data = b"5\r\nhello\r\n00a\r\n0123456789\r\n"
+    for behind in (b"", b"0\r\n\r\n", b"5\r\nhell", b"5;a\r\nhello\r\n", b"x", b"5\r\nhello!\n"):
+        pieces.clear()
+        assert chunked.whole_chunks(data + behind, pieces) == len(data)
+        assert pieces == [b"hello", b"0123456789"]
+    assert chunked.whole_chunks(bytearray(data), pieces) == 0
+    with pytest.raises(TypeError):
+        chunked.whole_chunks(data, ())
+
+
+@built
 def test_odd_calls_are_the_twins():
     request = CLIENTS["curl"]
     whole = http1.parse_request_pure(request, LIMITS)
@@ -339,26 +352,36 @@ def test_nothing_is_leaked():
     rng = random.Random(3)
     calls = []
     for name, (fast, _) in PAIRS.items():
-        more = {"parse_request": (LIMITS,), "parse_response": (LIMITS, b"GET")}
-        rest = (IDS,) if name == "cut_answer" else more.get(name, ())
+        rest = {
+            "parse_request": (LIMITS,),
+            "parse_response": (LIMITS, b"GET"),
+            "cut_answer": (IDS,),
+            "feed": (9,),
+        }.get(name, ())
         calls += [(fast, seed, *rest) for seed in SEEDS[name][:3]]
         # Those that break off, each somewhere else.
         broken = ((fast, damaged(rng, name), *rest) for _ in range(10_000))
         calls += list(islice((call for call in broken if not taken(*call)), 12))
+    fast = PAIRS["cut_answer"][0]
+    # It makes objects as it reads: broken off at every byte, none of them may stay.
+    calls += [(fast, ANSWERS["chat"][:at], IDS) for at in range(len(ANSWERS["chat"]))]
     watched = (None, True, LIMITS, http1.RequestHead, body.AnswerFacts, b"", "", IDS, NONE)
 
-    def some(times: int) -> tuple[int, list[int]]:
+    def some(times: int) -> tuple[int, int, list[int]]:
         for _ in range(times):
             for call in calls:
                 taken(*call)
         gc.collect()
-        return resident(), [sys.getrefcount(thing) for thing in watched]
+        return sys.getallocatedblocks(), resident(), [sys.getrefcount(thing) for thing in watched]
 
-    before, counts = some(200)
-    after, counts_after = some(2000)  # 150 000 calls
-    assert len(calls) == 75
-    assert after - before < 1 << 20
-    assert max(abs(a - b) for a, b in zip(counts, counts_after, strict=True)) < 100
+    some(100)
+    blocks, bytes_, counts = some(100)
+    blocks_after, bytes_after, counts_after = some(500)
+    assert len(calls) > 500
+    # One thing lost by one of the calls would show 500 times.
+    assert abs(blocks_after - blocks) < 200
+    assert max(abs(a - b) for a, b in zip(counts, counts_after, strict=True)) < 200
+    assert bytes_after - bytes_ < 1 << 20
 
 
 @built
@@ -367,10 +390,11 @@ def test_readers_can_be_thrown_away():
         raise AssertionError
 
     classes = (http1.RequestHead, http1.ResponseHead, http1.HeadLimits)
+    things = (twin, *classes, *(type(PAIRS[n][0].__self__) for n in ("view", "parse_request")))
     gc.collect()
-    before = sys.getrefcount(twin)
+    before = [sys.getrefcount(thing) for thing in things]
     for _ in range(50):
         wire.heads(classes, http1._GRAMMAR, twin, twin)
         wire.bodies((body.RequestView, body.AnswerFacts), body.IDS, twin, twin, twin)
     gc.collect()
-    assert sys.getrefcount(twin) == before
+    assert [sys.getrefcount(thing) for thing in things] == before

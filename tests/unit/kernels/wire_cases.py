@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernels import wire
-from proxy.http import body, http1
+from proxy.http import body, chunked, http1
 from proxy.http.body import BodyError
+from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, HeadLimits
 
 if TYPE_CHECKING:
@@ -45,7 +46,31 @@ def readers() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
         "members": (members, body.members_pure),
         "view": (view, body.view_pure),
         "cut_answer": (cut, body.cut_answer_pure),
+        "feed": (
+            feeder(wire.chunks(chunked.whole_chunks_pure)),
+            feeder(chunked.whole_chunks_pure),
+        ),
     }
+
+
+def feeder(whole_chunks: Callable[[bytes, list[bytes]], int]) -> Callable[..., Any]:
+    """Return a function that feeds bytes in steps to a reader that uses `whole_chunks`."""
+
+    def feed(data: bytes, step: int) -> object:
+        used = chunked.whole_chunks
+        chunked.whole_chunks = whole_chunks
+        reader, seen = ChunkReader(), []
+        try:
+            for at in range(0, len(data), step):
+                taken = reader.feed(data[at : at + step])
+                seen.append((taken, reader.pieces, reader.done))
+        except ChunkError as problem:
+            seen.append((-1, reader.pieces, str(problem)))
+        finally:
+            chunked.whole_chunks = used
+        return seen
+
+    return feed
 
 
 def outcome(function: Callable[..., Any], *arguments: object, **words: object) -> str:
@@ -164,12 +189,18 @@ ANSWERS = {
     "error": b'{"error":{"message":"no such model","code":404}}',
     "empty": b' { "choices" : [ ] , "usage" : null } ',
 }  # fmt: skip
+CHUNKS = (
+    b"5\r\nhello\r\n0\r\n\r\n",
+    b"A\r\n0123456789\r\n1f;a=b\r\n" + b"x" * 31 + b"\r\n000003\r\n\r\n0\r\n0\r\nA: b\r\n\r\n",
+    b"1\r\na\r\n2\r\nbc\r\n00000000000000d\r\n\r\n0\r\n\r\n234567\r\n0\r\n\r\nGET / HTTP/1.1\r\n",
+)
 SEEDS = {
     "parse_request": list(CLIENTS.values()),
     "parse_response": list(SERVERS.values()),
     "members": [*BODIES.values(), *ANSWERS.values()],
     "view": list(BODIES.values()),
     "cut_answer": list(ANSWERS.values()),
+    "feed": list(CHUNKS),
 }
 _HEAD_JUNK = (
     b"\r\n", b"\r", b"\n", b" ", b"\t", b":", b"\x00", b"\x7f", b"\xff", b"Host: x\r\n",
@@ -185,13 +216,18 @@ _JSON_JUNK = (
     b'"\\u0061":1,', b"-0", b"9007199254740992", b"[" * 70, b'"text":"t",', b'"message":{},',
     b'"prompt":1,', b'"max_tokens":5,', b"\xe4\xbd\xa0", b"\\/", b"4294967296",
 )  # fmt: skip
+_JUNK = {
+    "parse_request": _HEAD_JUNK,
+    "parse_response": _HEAD_JUNK,
+    "feed": (b"\r\n", b"\r", b"\n", b"0", b"f", b";", b" ", b"0" * 15, b"F" * 15, b"8", b"\x00"),
+}
 
 
 def damaged(rng: random.Random, name: str) -> bytes:
     """Return one of the usual cases with one to four small things wrong."""
     seeds = SEEDS[name]
     data = bytearray(rng.choice(seeds))
-    junk = _HEAD_JUNK if name.startswith("parse") else _JSON_JUNK
+    junk = _JUNK.get(name, _JSON_JUNK)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randint(0, len(data))
         match rng.randrange(7):
@@ -224,4 +260,6 @@ def arguments(rng: random.Random, name: str, data: bytes) -> tuple[object, ...]:
         method = (rng.choice((b"GET", b"HEAD")),) if name == "parse_response" else ()
         typed = bytearray(buffer) if rng.random() < 0.2 else buffer
         return (typed, limits, *method, *([start] if start else []))
+    if name == "feed":
+        return (data, rng.choice((1, 2, 7, 1000)))
     return (data, rng.choice((IDS, NONE))) if name == "cut_answer" else (data,)

@@ -6,10 +6,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from proxy.http import chunked
 from proxy.http.chunked import LAST_CHUNK, LINE_BYTES, ChunkError, ChunkReader, frame
 
 # Two shared cores: slow is no finding.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", params=["pure", "as built"], autouse=True)
+def implementation(request):
+    """Run all that is here without and with C."""
+    built = chunked.whole_chunks
+    chunked.whole_chunks = chunked.whole_chunks_pure if request.param == "pure" else built
+    yield
+    chunked.whole_chunks = built
 
 
 def read(data: bytes, step: int = 0):
