@@ -355,7 +355,7 @@ def test_slow_reader_holds_the_upstream_back(sidecar, upstream):
         assert sent[0] < 40 * MIB
         growth = sidecar.resident_bytes() - before
         assert growth < 8 * MIB
-        payload_bytes = 0
+        payload_bytes = len(client.buffer)
         while client.buffer[-len(LAST_CHUNK) :] != LAST_CHUNK:
             client.buffer = client.buffer[-len(LAST_CHUNK) :]
             kept = len(client.buffer)
@@ -445,6 +445,7 @@ def early(seen):
     seen.wire.take(1000)
     seen.wire.send(EARLY)
     seen.wire.ended()
+    seen.wire.close()  # what is left of the body is no request
 
 
 @pytest.mark.parametrize("coding", ["length", "chunked"])
@@ -480,6 +481,7 @@ def sse_early(seen):
     seen.wire.take(1000)
     seen.wire.send(SSE_HEAD + chunk(EVENT))
     seen.wire.ended()
+    seen.wire.close()
 
 
 @pytest.mark.parametrize(
