@@ -57,4 +57,5 @@ vm:
 clean:
 	rm -rf .venv build dist perf/work tongguan.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -f kernels/*/*.so
 	find $(ROOMS) tests perf deploy -name __pycache__ -type d -prune -exec rm -rf {} +
