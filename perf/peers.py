@@ -175,7 +175,14 @@ def make(name: str, ports: Ports) -> Peer:
     if name not in MAKERS:
         raise PeerError(f"no such peer; there are {', '.join(MAKERS)}")
     port = ports.of(name)
-    environment = {"PYTHONPATH": str(HERE.parent)} if name == "tongguan" else {}
+    environment = {}
+    if name == "tongguan":
+        # An installed package has its bytecode; a clone gets it with the first of the starts.
+        environment = {
+            "PYTHONPATH": str(HERE.parent),
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(WORK / "pycache"),
+        }
     return Peer(name, port, MAKERS[name](port, ports), environment)
 
 

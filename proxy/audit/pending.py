@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit import ids as token_ids
-from proxy.audit.chain import Chain, Head
+from proxy.audit.chain import LINE_BYTES, Chain, Head
 from proxy.audit.disk import Part, Sealed, SegmentFile
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Pending:
         self._mode = mode
         self._auditor_public = auditor_public
         self._segment_bytes = segment_bytes
+        self._roomy_bytes = segment_bytes - _END_ROOM - LINE_BYTES
         self._segment = _Segment(0)
         self._before: tuple[str, dict[str, Any]] = "", {}
         self._items: deque[_Item] = deque()
@@ -108,7 +109,18 @@ class Pending:
         Raises ValueError, with the chain where it was, for a record that no line holds.
         """
         item = _Item(0, kind, members, ids, wall_ns, mono_ns)
-        self._place(item)
+        segment, chain = self._segment, self._chain
+        if ids is None and kind == "request" and segment.size < self._roomy_bytes:
+            # As nearly all: no ids, and room for the longest line there may be.
+            item.seq = chain.seq
+            line = item.line = chain.line(kind, members, wall_ns, mono_ns)
+            item.segment = segment
+            segment.records += 1
+            segment.size += len(line)
+            self._items.append(item)
+            self.bytes += len(line)
+        else:
+            self._place(item)
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
         return item.ticket
 
