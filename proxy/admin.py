@@ -186,8 +186,10 @@ class AdminDoor:
             generate_latest,
         )
 
+        from proxy.scrape import Collector  # noqa: PLC0415
+
         if self._registry is None:
             self._registry = CollectorRegistry()
-            self._registry.register(self._health.collector())
+            self._registry.register(Collector(self._health.context))
             ProcessCollector(registry=self._registry)
         return generate_latest(self._registry)

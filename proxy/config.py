@@ -11,6 +11,7 @@ Pure: `load` is given the file's text and the environment; only `read` touches t
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import types
 import typing
@@ -23,6 +24,8 @@ ENV_PREFIX = "TONGGUAN_"
 FILE_NAME = "tongguan.toml"
 # Rooms with settings of their own; each checks its own names.
 OTHER_ROOMS = ("AGENT_", "UP_", "CLIENT_")
+
+NUMBER_MAX = 1e9
 
 QosName = Literal["P0", "P1", "P2"]
 
@@ -211,6 +214,9 @@ class Settings:
 
 
 _SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
+_HOST = re.compile(r"[0-9A-Za-z._:%~-]+")
+# What is written into a header field as it is.
+_FIELD_VALUE = re.compile(r"[!-~]{0,255}")
 
 
 def is_service_variable(name: str) -> bool:
@@ -251,7 +257,10 @@ def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
     elif kind in (int, float) and not isinstance(value, bool):
         number = (int, float) if kind is float else int
         if text or isinstance(value, number):
-            return kind(value)
+            result = kind(value)
+            # Neither nan nor infinity, nor what leaves 64 bits in nanoseconds.
+            if kind is int or abs(result) <= NUMBER_MAX:
+                return result
     raise ValueError(_type_name(kind))
 
 
@@ -347,7 +356,7 @@ def load(text: str, environ: Mapping[str, str]) -> Settings:
     problems: list[str] = []
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    except ValueError as problem:  # a number of too many digits is no TOMLDecodeError
         raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
     table.pop("agent", None)  # the agent's room; it checks its own names
     env = own_variables(environ, OTHER_ROOMS)
@@ -362,6 +371,8 @@ def load(text: str, environ: Mapping[str, str]) -> Settings:
 def cross_check(settings: Settings) -> list[str]:
     """Return what is wrong between settings that are each well formed."""
     problems = []
+    if not _FIELD_VALUE.fullmatch(settings.identity.tenant):
+        problems.append("identity.tenant: expected at most 255 printable characters, no space")
     for name in ("app", "sealed", "admin"):
         address = getattr(settings.doors, name)
         if address:
@@ -371,6 +382,8 @@ def cross_check(settings: Settings) -> list[str]:
                 problems.append(f"doors.{name}: {problem}")
     for name in ("dedicated", "shared", "best_effort"):
         pool: Pool = getattr(settings.pools, name)
+        if not _FIELD_VALUE.fullmatch(pool.host):
+            problems.append(f"pools.{name}.host: expected printable characters, no space")
         if not pool.endpoints:
             problems.append(f"pools.{name}.endpoints: at least one endpoint")
         for endpoint in pool.endpoints:
@@ -384,9 +397,14 @@ def cross_check(settings: Settings) -> list[str]:
 def split_address(address: str) -> tuple[str, int]:
     """Return (host, port) of `host:port`; raises ValueError with the reason."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+    if host[:1] == "[" and host[-1:] == "]":
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"expected host:port, IPv6 as [address]:port, got {address!r}")
+    number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 65536
+    if not _HOST.fullmatch(host) or number > 65535:
         raise ValueError(f"expected host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    return host, number
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int] | str:

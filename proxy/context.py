@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from proxy import trace
 from proxy.audit.trace_id import TraceIds, machine_from_node
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from proxy.observe import Observation
     from proxy.qos.classes import PoolName
     from proxy.recorder import Recorder
-    from proxy.server import Downstream
     from proxy.sm4.receiver import Receiver
 
 POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
@@ -59,6 +58,25 @@ class Times:
     discard_ns: int
 
 
+class Connection(Protocol):
+    """A client connection, as the tick and the drain see it."""
+
+    deadline_ns: int
+
+    @property
+    def busy(self) -> bool:
+        """Say whether a request is in flight."""
+
+    def on_deadline(self) -> None:
+        """Act on a deadline that has passed."""
+
+    def check_total(self, now_ns: int) -> None:
+        """End a request that has taken longer than any may."""
+
+    def expire(self) -> None:
+        """End what still runs: the drain grace is over."""
+
+
 class Context:
     """See the module."""
 
@@ -81,7 +99,7 @@ class Context:
         limits = settings.limits
         self.head_limits = HeadLimits(limits.head_bytes, limits.field_bytes, limits.fields)
         self.routes: dict[PoolName, Route] = {name: self._route(name) for name in POOL_NAMES}
-        self.connections: dict[str, set[Downstream]] = {"app": set(), "sealed": set()}
+        self.connections: dict[str, set[Connection]] = {"app": set(), "sealed": set()}
         self.trace_ids = TraceIds(machine_from_node(machine))
         self.keys: KeyProvider | None = None
         self.receiver: Receiver | None = None

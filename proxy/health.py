@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.metrics import Collector
-
 if TYPE_CHECKING:
     from proxy.clock import SystemClock
     from proxy.config import Settings
@@ -23,16 +21,12 @@ class Health:
     """See the module."""
 
     def __init__(self, context: Context, clock: SystemClock) -> None:
-        self._context = context
+        self.context = context
         self._clock = clock
         self.settings: Settings = context.settings
         self.started = False
         self.fence_until_ms = 0
         self.last_tick_ns = clock.mono_ns()
-
-    def collector(self) -> Collector:
-        """Return the metrics collector over the same context."""
-        return Collector(self._context)
 
     def dead(self) -> list[str]:
         """Return why the process should be restarted; empty: it is live."""
@@ -43,7 +37,7 @@ class Health:
 
     def unready(self) -> list[str]:
         """Return why no traffic should come; empty: ready."""
-        context = self._context
+        context = self.context
         reasons = []
         if not self.started:
             reasons.append("starting")
@@ -63,7 +57,7 @@ class Health:
 
     def notes(self) -> list[str]:
         """Return what does not stop traffic but should be known."""
-        context = self._context
+        context = self.context
         notes = []
         if context.audit is None:
             notes.append("audit_off")

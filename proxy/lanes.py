@@ -64,18 +64,18 @@ class Tenant:
     max_class: QosClass
     prompt_key: bytes | None = field(repr=False)
     known: dict[bytes | None, Lane]
-    lanes: dict[tuple[QosClass, bool], Lane]
 
     def lane(self, asked: bytes | None, *, repeated: bool, qos: Qos) -> Lane:
-        """Return the lane of a value that is not plain. Raises UnknownClassError."""
-        verdict = classify(
+        """Return the lane of any value, plain or not. Raises UnknownClassError."""
+        classify(
             asked,
             repeated=repeated,
             default=qos.default_class,
             reject_unknown=qos.on_unknown == "reject",
             max_class=self.max_class,
         )
-        return self.lanes[verdict.qos, verdict.capped]
+        # What is unknown and not refused is as if nothing had been asked.
+        return self.known[None if repeated or asked not in self.known else asked]
 
 
 def tenant_lanes(
@@ -88,7 +88,7 @@ def tenant_lanes(
     histograms: dict[QosClass, tuple[Histogram, Histogram]],
 ) -> Tenant:
     """Return a tenant with all its lanes; a cap below P0 makes lanes for lowered classes too."""
-    lanes: dict[tuple[QosClass, bool], Lane] = {}
+    lanes: dict[tuple[QosClass, str], Lane] = {}
     known: dict[bytes | None, Lane] = {}
     for asked in (None, *(c.encode() for c in CLASSES), *(c.lower().encode() for c in CLASSES)):
         try:
@@ -102,11 +102,12 @@ def tenant_lanes(
         except UnknownClassError:  # none of the above is unknown
             raise AssertionError(asked) from None
         wanted = qos.default_class if asked is None else asked.decode().upper()
-        key = verdict.qos, verdict.capped
+        # Two classes lowered to the same one are two lanes: the record names the one asked for.
+        key = verdict.qos, wanted if verdict.capped else ""
         if key not in lanes:
             lanes[key] = _lane(name, verdict, wanted, qos, routes, histograms)
         known[asked] = lanes[key]
-    return Tenant(name, max_class, prompt_key, known, lanes)
+    return Tenant(name, max_class, prompt_key, known)
 
 
 def _lane(

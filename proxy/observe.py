@@ -143,8 +143,8 @@ class Observation(Exchange):
                 self._stream = StreamObserver(
                     self._on_content, self._added, self.shared.event_bytes
                 )
-            if self._keyed() and head.status < 300:
-                self._hasher = OutputHasher(self._hash_key())
+                if self._keyed() and head.status < 300:
+                    self._hasher = OutputHasher(self._hash_key())
         elif self._request_body and readable and b"json" in lower:
             self._answer_pieces = []
 
@@ -250,7 +250,12 @@ class Observation(Exchange):
     def output(self) -> tuple[str | None, int | None]:
         """Return the output's hash and length, once; None: nothing was handed on, or unknown."""
         hasher, self._hasher = self._hasher, None
-        return self._output if hasher is None else hasher.finish()
+        if hasher is None:
+            return self._output
+        stream = self._stream
+        if stream is not None and stream.lost:
+            return None, None  # content went by that was not read
+        return hasher.finish()
 
     def usage(self) -> dict[str, int] | None:
         """Return usage as the upstream reported it."""

@@ -4,14 +4,17 @@ A finished exchange waits here, at most `WAIT_S` or until `BATCH` of them have c
 parsed usage and records are made in one go. The work is the same, but done in one tight loop it
 costs half the CPU of doing it between two packets. Order is the order of ends.
 
-Bounds: `BATCH` exchanges; the bodies they hold count against `audit.observed_bytes`.
+Bounds: `BATCH` exchanges; the bodies they hold count against `audit.observed_bytes`. A record that
+the chain refuses is logged, counted as a failure, and does not take the others with it.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit.record import request_members
+from proxy.audit.writer import AuditError
 from proxy.exchange import PHASE_NAMES
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 WAIT_S = 0.002
 BATCH = 32
 NO_ENVELOPE: dict[str, Any] = {}
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -50,6 +55,7 @@ class Recorder:
             self._timer = None
         waiting, self._waiting = self._waiting, []
         append = self._audit.append_fitting
+        failed: list[AuditError] = []
         for exchange, outcome in waiting:
             exchange.complete()
             output_hash, output_len = exchange.output()
@@ -76,5 +82,11 @@ class Recorder:
                 usage=exchange.usage(),
                 **(exchange.envelope or NO_ENVELOPE),
             )
-            append("request", members, exchange.token_ids)
+            try:
+                append("request", members, exchange.token_ids)
+            except AuditError as problem:
+                failed.append(problem)
             exchange.release()
+        if failed:
+            self._audit.stats.failures += len(failed)
+            log.error("audit records that could not be chained: %d: %s", len(failed), failed[-1])

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 from proxy.errors import ERRORS, RequestError
 from proxy.exchange import Action, End, Progress, closing
 from proxy.http.chunked import LAST_CHUNK, frame
-from proxy.intake import SealedIntake, SealedRefusalError
-from proxy.qos.classes import UnknownClassError
-from proxy.replier import MESSAGES, Replier
+from proxy.intake import SealedRefusalError
+from proxy.reception import Reception, too_large
+from proxy.replier import MESSAGES, Client
 
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.errors import Outcome
     from proxy.http.http1 import RequestHead, ResponseHead
     from proxy.qos.pools import Endpoint
-    from proxy.server import Downstream
     from proxy.upstream import UpstreamConnection
 
 
@@ -35,15 +34,13 @@ _NO_BODY_EXPECTED = frozenset((b"GET", b"HEAD", b"DELETE", b"OPTIONS"))
 NONE_TRIED: frozenset[str] = frozenset()
 
 
-class Relay(Replier):
+class Relay(Reception):
     """One request, from its head to its record: the layer that takes it and sends it on."""
 
-    _intake: SealedIntake | None = None
     _body_whole = False
     _streaming = False
     _upstream_chunked = False
     _payload = b""
-    _placed = False
     _endpoint: Endpoint | None = None
     _connection: UpstreamConnection | None = None
     _tried = NONE_TRIED
@@ -51,7 +48,7 @@ class Relay(Replier):
     _unread = 0  # what a slow client had not taken when last looked at
 
     def __init__(
-        self, context: Context, downstream: Downstream, head: RequestHead, now_ns: int
+        self, context: Context, downstream: Client, head: RequestHead, now_ns: int
     ) -> None:
         self.context = context
         self.shared = context.observing
@@ -66,52 +63,12 @@ class Relay(Replier):
 
     # -- the request
 
-    def open(self) -> None:
-        """Take the head: class and place, or the envelope's outer form. Raises RequestError."""
-        context, head = self.context, self.request
-        sealed = self.door == "sealed"
-        if sealed:
-            if context.draining:
-                raise RequestError("draining", "this sidecar takes no new sealed requests")
-            self._intake = SealedIntake(context, self.downstream.peer, head)
-        if (head.content_length or 0) > context.body_bytes_max:
-            raise _too_large(context)
-        if not sealed:
-            self.tenant = context.own_tenant
-            fields = head.fields
-            self._admit(fields.get(b"x-qos-class"), repeated=b"x-qos-class" in head.repeated)
-
-    def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
-        """Class it and take a place in its pool. Raises RequestError."""
-        context = self.context
-        tenant = context.tenant(self.tenant)
-        lane = tenant.known.get(asked)
-        if lane is None or repeated:
-            try:
-                lane = tenant.lane(asked, repeated=repeated, qos=context.settings.qos)
-            except UnknownClassError as problem:
-                raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
-        self.lane = lane
-        self.trace_id = context.trace_ids.next(
-            (self.start_ns + context.wall_offset_ns) // 1_000_000
-        )
-        self.traceparent = context.traceparent(self.request.fields.get(b"traceparent"))
-        self.prompt_key = tenant.prompt_key
-        qos = lane.qos
-        context.counters.started[qos] += 1
-        if context.audit_blocked():
-            raise RequestError("audit_unavailable", "no audit record can be written")
-        if not lane.route.state.admit(lane.bound):
-            context.counters.queue_full[qos] += 1
-            raise RequestError("queue_full", f"pool {lane.route.name} has no place left")
-        self._placed = True
-
     def body_data(self, data: bytes) -> None:
         """Take request body bytes. Raises RequestError."""
         context = self.context
         self.request_body_bytes += len(data)
         if self.request_body_bytes > context.body_bytes_max:
-            raise _too_large(context)
+            raise too_large(context)
         if self._intake is not None:
             self._intake.feed(data)
         elif self._streaming:
@@ -150,37 +107,6 @@ class Relay(Replier):
             framing = b"Content-Length: 0\r\n\r\n"
         self._payload = self._head(lines, framing) + body
         self._lease()
-
-    def _open_envelope(self, intake: SealedIntake) -> bytes:
-        """Open it; from here on every answer is sealed."""
-        opened = intake.finish()
-        self.sealer = opened.sealer
-        self.tenant = opened.tenant
-        self.method = opened.method.encode()
-        self.target = opened.target.encode()
-        if opened.method in {"CONNECT", "TRACE"}:
-            raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
-        self.envelope = intake.facts(opened)
-        intake.release()
-        self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
-        return opened.body
-
-    def _head(self, lines: bytes, framing: bytes) -> bytes:
-        """Return the head to send upstream; `lines` are the client's that go on."""
-        lane, fields = self.lane, self.request.fields
-        host = lane.host
-        if not host:
-            sealed = self._intake is not None
-            host = lane.route.endpoint_host if sealed else fields.get(b"host", b"localhost")
-        return b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%btraceparent: %b\r\n%b" % (
-            self.method,
-            self.target,
-            host,
-            lines,
-            lane.request_fields,
-            self.traceparent,
-            framing,
-        )
 
     def _stream_request(self) -> None:
         """Send a large body through as it comes; it cannot be sent a second time."""
@@ -459,11 +385,3 @@ class Relay(Replier):
             if self.first_byte_ns:
                 lane.first_byte.add(self.first_byte_ns - start_ns)
         context.record(self, outcome)
-
-
-def _too_large(context: Context) -> RequestError:
-    limit = context.body_bytes_max
-    context.counters.limit_hits["limits.body_bytes"] += 1
-    return RequestError(
-        "payload_too_large", f"the request body is larger than {limit} bytes (limits.body_bytes)"
-    )

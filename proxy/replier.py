@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from proxy.answer import (
     Answer,
@@ -26,10 +26,11 @@ from proxy.sm4.envelope import SINGLE_BYTES_MAX
 from proxy.sm4.sealer import SingleTooLargeError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from proxy.context import Context
     from proxy.http.http1 import RequestHead, ResponseHead
     from proxy.lanes import Lane
-    from proxy.server import Downstream
     from proxy.sm4.sealer import ResponseSealer
 
 BEGUN = Progress.BEGUN
@@ -55,11 +56,48 @@ def http_date(wall_s: float) -> bytes:
     ).encode()
 
 
+class Client(Protocol):
+    """The client's connection, as a request sees it."""
+
+    door: Literal["app", "sealed"]
+    peer: str
+    deadline_ns: int
+    write_paused: bool
+
+    def hold_body(self, *, hold: bool) -> None:
+        """Stop or go on reading the request's body."""
+
+    def write(self, data: bytes) -> None:
+        """Send answer bytes."""
+
+    def write_all(self, parts: Iterable[bytes]) -> None:
+        """Send answer bytes in one call."""
+
+    def unread(self) -> int:
+        """Return the answer bytes that the client has not taken."""
+        ...
+
+    def must_close(self) -> bool:
+        """Say whether the connection closes after this answer."""
+        ...
+
+    def reply(
+        self, problem: RequestError, *, keep: bool, extra: bytes = b"", bodiless: bool = False
+    ) -> None:
+        """Send a whole answer of our own in clear and end the exchange."""
+
+    def answer_done(self, *, keep: bool) -> None:
+        """Go on to the next request, or close."""
+
+    def cut(self, *, reset: bool) -> None:
+        """End the connection at once."""
+
+
 class Replier(Observation):
     """The layer that answers. `sealer` is set once the request's envelope was opened."""
 
     context: Context
-    downstream: Downstream
+    downstream: Client
     request: RequestHead
     lane: Lane  # set by admission, before anything is answered but a refusal in clear
     sealer: ResponseSealer | None = None

@@ -1,0 +1,183 @@
+"""Every metric name and label of the sidecar, made from its counters when somebody asks.
+
+Names are API: `tongguan_proxy_<noun>_<unit>[_total]`. No label value comes from a client. Runs on
+the admin door's thread and only reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+
+from proxy.sm4.cipher import TIER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
+    from proxy.context import Context
+
+
+class Collector:
+    """Renders a context's counters; registered once, asked at each scrape."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        yield from self._requests()
+        yield from self._pools()
+        yield from self._channel()
+        yield from self._audit()
+
+    def _requests(self) -> Iterator[Metric]:
+        counters = self._context.counters
+        started = CounterMetricFamily(
+            "tongguan_proxy_requests_started", "Requests that were classed.", labels=["qos"]
+        )
+        for qos, count in counters.started.items():
+            started.add_metric([qos], count)
+        yield started
+        finished = CounterMetricFamily(
+            "tongguan_proxy_requests", "Finished requests.", labels=["qos", "outcome"]
+        )
+        for (qos, outcome), count in list(counters.outcomes.items()):
+            finished.add_metric([qos, outcome], count)
+        yield finished
+        for name, text, table in (
+            ("duration", "Head received to end of answer.", counters.duration),
+            ("first_byte", "Head received to first body byte from upstream.", counters.first_byte),
+        ):
+            family = HistogramMetricFamily(
+                f"tongguan_proxy_request_{name}_seconds", text, labels=["qos"]
+            )
+            for qos, histogram in table.items():
+                family.add_metric([qos], histogram.buckets(), histogram.sum_ns / 1e9)
+            yield family
+        refused = CounterMetricFamily(
+            "tongguan_proxy_refused_heads", "Heads refused or too late.", labels=["door"]
+        )
+        for door, count in counters.refused_heads.items():
+            refused.add_metric([door], count)
+        yield refused
+        hits = CounterMetricFamily(
+            "tongguan_proxy_limit_hits", "Times a limit was hit.", labels=["limit"]
+        )
+        for limit, count in list(counters.limit_hits.items()):
+            hits.add_metric([limit], count)
+        hits.add_metric(["doors.connections"], counters.connections_refused)
+        yield hits
+        for name, text, value in (
+            ("request_body_bytes", "Request body bytes received.", counters.request_bytes),
+            ("answer_body_bytes", "Answer body bytes from upstream.", counters.answer_bytes),
+            ("retries", "Requests sent a second time.", counters.retries),
+            ("alarms", "Alarm lines logged.", counters.alarms),
+        ):
+            yield CounterMetricFamily(f"tongguan_proxy_{name}", text, value=value)
+        open_connections = GaugeMetricFamily(
+            "tongguan_proxy_connections", "Open client connections.", labels=["door"]
+        )
+        for door, connections in self._context.connections.items():
+            open_connections.add_metric([door], len(connections))
+        yield open_connections
+        yield GaugeMetricFamily(
+            "tongguan_proxy_loop_lag_seconds",
+            "How late the data loop's last tick was.",
+            value=counters.loop_lag_ns / 1e9,
+        )
+
+    def _pools(self) -> Iterator[Metric]:
+        context = self._context
+        gauges = {
+            "inflight": "Requests in flight.",
+            "inflight_limit": "Bound of the requests in flight.",
+            "idle_connections": "Idle upstream connections.",
+        }
+        totals = {
+            "refused": "Requests refused because the pool was full.",
+            "connects": "Connections opened.",
+            "connect_failures": "Connections that could not be opened.",
+            "late_bytes": "Connections dropped because bytes came outside an answer.",
+        }
+        rows = {}
+        for name, route in context.routes.items():
+            pool, upstreams = route.state, route.upstreams
+            rows[name] = {
+                "inflight": pool.inflight,
+                "inflight_limit": pool.inflight_max,
+                "idle_connections": upstreams.idle_count(),
+                "refused": pool.refused,
+                "connects": upstreams.connects,
+                "connect_failures": upstreams.connect_failures,
+                "late_bytes": upstreams.late_bytes,
+            }
+        for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
+            for noun, text in names.items():
+                family = kind(f"tongguan_proxy_pool_{noun}", text, labels=["pool"])
+                for name, row in rows.items():
+                    family.add_metric([name], row[noun])
+                yield family
+
+    def _channel(self) -> Iterator[Metric]:
+        context = self._context
+        counters = context.counters
+        failures = CounterMetricFamily(
+            "tongguan_proxy_envelope_failures",
+            "Envelopes refused, by outcome class.",
+            labels=["reason"],
+        )
+        for reason, count in list(counters.envelope_failures.items()):
+            failures.add_metric([reason], count)
+        yield failures
+        yield CounterMetricFamily(
+            "tongguan_proxy_envelopes_opened",
+            "Envelopes opened.",
+            value=counters.envelopes_opened,
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_unverified_bytes",
+            "Sealed bytes held before verification.",
+            value=context.budget.held_bytes,
+        )
+        yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": TIER})
+        if context.receiver is not None:
+            replay, ring = context.receiver.replay, context.receiver.keyring
+            yield GaugeMetricFamily(
+                "tongguan_proxy_replay_entries", "Replay cache entries.", value=replay.entries
+            )
+            yield GaugeMetricFamily(
+                "tongguan_proxy_replay_entries_limit", "Their bound.", value=replay.limit
+            )
+            live = len(ring.live_kids(context.clock.wall_ms()))
+            yield GaugeMetricFamily("tongguan_proxy_live_kids", "Key ids in time.", value=live)
+
+    def _audit(self) -> Iterator[Metric]:
+        audit = self._context.audit
+        yield GaugeMetricFamily(
+            "tongguan_proxy_audit_available",
+            "1 while records can be written.",
+            value=int(audit is not None and audit.available),
+        )
+        if audit is None:
+            return
+        stats = audit.stats
+        for name, text in (
+            ("records", "Records appended."),
+            ("bytes", "Bytes appended."),
+            ("syncs", "Group syncs."),
+            ("lost", "Records lost and declared."),
+            ("failures", "Failed writes and syncs."),
+        ):
+            value = getattr(stats, name)
+            yield CounterMetricFamily(f"tongguan_proxy_audit_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "tongguan_proxy_audit_pending", "Records not yet durable.", value=stats.pending
+        )
