@@ -92,6 +92,7 @@ class Reception(Replier):
 
 
 def too_large(context: Context) -> RequestError:
+    """Return the refusal of a body over the limit, counted."""
     limit = context.body_bytes_max
     context.counters.limit_hits["limits.body_bytes"] += 1
     return RequestError(
