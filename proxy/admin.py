@@ -80,8 +80,7 @@ class Admin(asyncio.Protocol):
             body = self._buffer[head.size : head.size + length]
             status, kind, answer = self._door.answer(head, body, self._peer(), self._buffer)
         except (HeadError, RequestError) as problem:
-            code = problem.code if isinstance(problem, HeadError) else problem.kind.code
-            refusal = RequestError(code, str(problem))
+            refusal = RequestError(problem.code, str(problem))
             status, kind, answer = refusal.kind.status, JSON, refusal.body()
         transport = self._transport
         assert transport is not None

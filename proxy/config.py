@@ -267,7 +267,7 @@ def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
 def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text: bool) -> Any:
     try:
         result = _coerce(kind, value, text=text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{path}: expected {_type_name(kind)}, got {value!r}") from None
     least, most = meta.get("ge"), meta.get("le")
     if least is not None and result < least:

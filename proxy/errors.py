@@ -16,6 +16,28 @@ from typing import Literal
 import orjson
 
 Fault = Literal["downstream", "local", "upstream"]
+Code = Literal[
+    "invalid_request",
+    "envelope_rejected",
+    "envelope_stale",
+    "unauthorized",
+    "method_not_allowed",
+    "request_timeout",
+    "payload_too_large",
+    "headers_too_large",
+    "rate_limited",
+    "queue_full",
+    "queue_deadline",
+    "no_upstream",
+    "audit_unavailable",
+    "draining",
+    "envelope_cache_full",
+    "envelope_busy",
+    "upstream_reset",
+    "upstream_protocol",
+    "upstream_timeout",
+    "internal_error",
+]
 Outcome = Literal[
     "ok",
     "client_gone",
@@ -90,9 +112,10 @@ class RequestError(Exception):
     """
 
     def __init__(
-        self, code: str, message: str, *, param: str | None = None, retry_after_s: int = 1
+        self, code: Code, message: str, *, param: str | None = None, retry_after_s: int = 1
     ) -> None:
         super().__init__(message)
+        self.code: Code = code
         self.kind = ERRORS[code]
         self.message = message
         self.param = param

@@ -18,7 +18,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.errors import Outcome
+    from proxy.errors import Code, Outcome
     from proxy.qos.classes import PoolName, QosClass
 
 
@@ -59,12 +59,12 @@ class Closing:
     """The verdict: audit outcome, error code for the answer (None: none of ours), action."""
 
     outcome: Outcome
-    code: str | None
+    code: Code | None
     action: Action
 
 
 # End -> (outcome before a head was written, outcome after it, error code, is the client there)
-_ENDS: dict[End, tuple[Outcome, Outcome, str | None, bool]] = {
+_ENDS: dict[End, tuple[Outcome, Outcome, Code | None, bool]] = {
     End.ANSWERED: ("ok", "ok", None, False),
     End.CLIENT_GONE: ("client_gone", "client_gone", None, False),
     End.CLIENT_STALLED: ("client_stalled", "client_stalled", None, False),

@@ -114,5 +114,5 @@ class SealedRefusalError(RequestError):
     """A refusal from step 7 on: its answer is sealed."""
 
     def __init__(self, refusal: RequestError, problem: EnvelopeError) -> None:
-        super().__init__(refusal.kind.code, refusal.message)
+        super().__init__(refusal.code, refusal.message)
         self.sealer = problem.sealer

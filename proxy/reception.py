@@ -96,5 +96,5 @@ def too_large(context: Context) -> RequestError:
     limit = context.body_bytes_max
     context.counters.limit_hits["limits.body_bytes"] += 1
     return RequestError(
-        "payloadtoo_large", f"the request body is larger than {limit} bytes (limits.body_bytes)"
+        "payload_too_large", f"the request body is larger than {limit} bytes (limits.body_bytes)"
     )

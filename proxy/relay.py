@@ -346,7 +346,7 @@ class Relay(Reception):
             event_stream=self.event_stream,
             between_events=self.between_events,
         )
-        code = verdict.code or ""
+        code = verdict.code or "internal_error"  # actions that write have a code, by the table
         if verdict.action is Action.REPLY:
             self.status = ERRORS[code].status
         self._finish(verdict.outcome)

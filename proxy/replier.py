@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from proxy.context import Context
+    from proxy.errors import Code
     from proxy.http.http1 import RequestHead, ResponseHead
     from proxy.lanes import Lane
     from proxy.sm4.sealer import ResponseSealer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 BEGUN = Progress.BEGUN
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = "   JanFebMarAprMayJunJulAugSepOctNovDec"
-MESSAGES = {
+MESSAGES: dict[Code, str] = {
     "no_upstream": "no endpoint of the pool accepted a connection",
     "upstream_reset": "the upstream closed the connection before its answer was whole",
     "upstream_protocol": "the upstream's answer is not valid HTTP/1.1",
@@ -266,7 +267,7 @@ class Replier(Observation):
             bodiless=self.request.method == b"HEAD",
         )
 
-    def error_event(self, code: str) -> None:
+    def error_event(self, code: Code) -> None:
         """End a begun event stream between two events: one error event, then the regular end."""
         answer = self._begun()
         event = b"data: " + error_body(ERRORS[code], MESSAGES[code]) + b"\n\n"

@@ -165,7 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
             if head.status >= 200:
                 break
             if head.status == 101:  # nobody asked: Upgrade is not forwarded
-                raise HeadError("upstream_protocol", "101 without a request for it")
+                raise HeadError("invalid_request", "101 without a request for it")
         self._buffer = b""
         rest = len(data) - start
         if rest and rest == head.content_length and head.keep_alive and self.request_whole:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from kernels import wire
 from proxy.http.fields import (
@@ -46,17 +46,18 @@ from proxy.http.fields import (
 
 Buffer = bytes | bytearray
 
-INVALID = "invalid_request"
-TOO_LARGE = "headers_too_large"
-NOT_ALLOWED = "method_not_allowed"
+HeadCode = Literal["invalid_request", "headers_too_large", "method_not_allowed"]
+INVALID: HeadCode = "invalid_request"
+TOO_LARGE: HeadCode = "headers_too_large"
+NOT_ALLOWED: HeadCode = "method_not_allowed"
 
 
 class HeadError(Exception):
     """A head is refused; `code` is a row of proxy.errors (an upstream's head is a 502 whatever)."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: HeadCode, message: str) -> None:
         super().__init__(message)
-        self.code = code
+        self.code: HeadCode = code
 
 
 @dataclass(frozen=True, slots=True)
