@@ -1,0 +1,517 @@
+"""Settings: sources, types, bounds, and that every mistake is named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from proxy.config import (
+    Settings,
+    SettingsError,
+    describe,
+    is_service_variable,
+    load,
+    own_variables,
+    read,
+    service_variables,
+    split_address,
+    split_endpoint,
+)
+
+
+def problems(text="", environ=None):
+    with pytest.raises(SettingsError) as caught:
+        load(text, environ or {})
+    return caught.value.problems
+
+
+def leaves(kind=Settings, path=""):
+    """Yield (dotted name, type, metadata) of every setting but the tables of tenants."""
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{path}{item.name}.")
+        elif item.metadata:
+            yield f"{path}{item.name}", hint, item.metadata
+
+
+LEAVES = list(leaves())
+NAMES = [name for name, _, _ in LEAVES]
+
+
+def lookup(settings, name):
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def variable(name):
+    return "TONGGUAN_" + name.replace(".", "_").upper()
+
+
+def toml(name, value):
+    section, _, last = name.rpartition(".")
+    return (f"[{section}]\n" if section else "") + f"{last} = {json.dumps(value)}\n"
+
+
+def good_value(name, hint, meta, default):
+    """Return a valid value that is not the default."""
+    if hint is bool:
+        return not default
+    if hint in (int, float):
+        value = default + 1
+        return value if meta["le"] is None or value <= meta["le"] else default - 1
+    if typing.get_origin(hint) is typing.Literal:
+        others = [v for v in typing.get_args(hint) if v != default]
+        return others[0] if others else default
+    if typing.get_origin(hint) is tuple:
+        return ["http://192.0.2.1:8000", "unix:/run/engine.sock"]
+    return "127.0.0.1:9" if name in {"doors.app", "doors.sealed", "doors.admin"} else "x"
+
+
+# --- defaults
+
+
+def test_defaults_are_valid_and_are_those_of_an_empty_file():
+    assert load("", {}) == Settings()
+
+
+def test_defaults_that_are_promised():
+    settings = Settings()
+    assert settings.doors.app == "127.0.0.1:14080"
+    assert settings.doors.sealed == "0.0.0.0:14081"
+    assert settings.doors.admin == "0.0.0.0:14090"
+    assert settings.qos.default_class == "P1"
+    assert settings.keys.file == ""
+    assert settings.audit.dir == ""
+    assert settings.envelope.fence_s == 10
+    assert settings.pools.shared.token_ids is False
+    assert settings.tenants == {}
+
+
+def test_each_setting_has_an_explanation_and_a_default_within_its_bounds():
+    settings = Settings()
+    for name, _, meta in LEAVES:
+        default = lookup(settings, name)
+        assert meta["doc"], name
+        assert meta["ge"] is None or default >= meta["ge"], name
+        assert meta["le"] is None or default <= meta["le"], name
+
+
+def test_no_two_settings_share_a_variable():
+    variables = list(map(variable, NAMES))
+    assert len(set(variables)) == len(variables)
+    assert not [v for v in variables if is_service_variable(v)]
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().doors.app = "x"
+
+
+# --- each setting, from both sources
+
+
+@pytest.mark.parametrize(("name", "hint", "meta"), LEAVES, ids=NAMES)
+def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, meta):
+    value = good_value(name, hint, meta, lookup(Settings(), name))
+    expected = tuple(value) if isinstance(value, list) else value
+    assert lookup(load(toml(name, value), {}), name) == expected
+    text = ",".join(value) if isinstance(value, list) else str(value)
+    from_env = load("", {variable(name): text})
+    assert lookup(from_env, name) == expected
+    assert type(lookup(from_env, name)) is type(lookup(Settings(), name))
+
+
+@pytest.mark.parametrize(("name", "hint", "meta"), LEAVES, ids=NAMES)
+def test_a_value_of_another_type_is_refused_by_name(name, hint, meta):
+    del meta
+    found = problems(toml(name, 1 if hint in (str, bool) else "no such value"))
+    assert len(found) == 1
+    assert found[0].startswith(f"{name}: expected ")
+    if hint is str:
+        return  # every text is a text
+    if typing.get_origin(hint) is not tuple:
+        found = problems("", {variable(name): "no such value"})
+        assert len(found) == 1
+        assert found[0].startswith(f"{variable(name)}: expected ")
+
+
+BOUNDED = [(n, h, m) for n, h, m in LEAVES if m["ge"] is not None or m["le"] is not None]
+
+
+@pytest.mark.parametrize(("name", "hint", "meta"), BOUNDED, ids=[n for n, _, _ in BOUNDED])
+def test_bounds_are_inclusive_and_beyond_them_is_refused(name, hint, meta):
+    for bound, step, word in ((meta["ge"], -1, "at least"), (meta["le"], 1, "at most")):
+        if bound is None:
+            continue
+        assert lookup(load(toml(name, bound), {}), name) == bound
+        beyond = bound + step * (0.001 if hint is float else 1)
+        assert problems(toml(name, beyond)) == [f"{name}: must be {word} {bound}, got {beyond}"]
+        assert problems("", {variable(name): str(beyond)})[0].startswith(f"{variable(name)}: must")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e300", "1e10"])
+def test_a_time_that_no_clock_can_hold_is_refused(text):
+    assert problems(f"[timeouts]\nconnect_s = {text}\n")
+    assert problems("", {"TONGGUAN_TIMEOUTS_CONNECT_S": text})
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_of_very_many_digits_is_refused_not_a_crash(digits):
+    assert problems(f"[timeouts]\nconnect_s = {'9' * digits}\n")
+    assert problems("", {"TONGGUAN_DOORS_BACKLOG": "9" * digits})
+
+
+def test_a_whole_number_is_a_number_but_not_the_other_way_round():
+    assert load("[timeouts]\nconnect_s = 3\n", {}).timeouts.connect_s == 3.0
+    assert problems("[doors]\nbacklog = 3.0\n")
+    assert problems("", {"TONGGUAN_DOORS_BACKLOG": "3.0"})
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_truth_is_no_number(value):
+    assert problems(f"[doors]\nbacklog = {value}\n")
+    assert problems(f"[timeouts]\nconnect_s = {value}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)],
+)
+def test_truth_from_a_variable(text, value):
+    name = "pools.shared.repeatable"
+    assert lookup(load("", {variable(name): text}), name) is value
+
+
+@pytest.mark.parametrize("text", ["", "yes", "on", "2", "t"])
+def test_what_is_no_truth_value_is_refused(text):
+    assert problems("", {"TONGGUAN_POOLS_SHARED_REPEATABLE": text})
+
+
+def test_a_list_from_a_variable_is_parted_by_commas_and_trimmed():
+    environ = {"TONGGUAN_POOLS_SHARED_ENDPOINTS": " http://a:1 ,, unix:/run/b.sock,"}
+    assert load("", environ).pools.shared.endpoints == ("http://a:1", "unix:/run/b.sock")
+
+
+@pytest.mark.parametrize("value", ['"http://a:1"', "[1]", '["http://a:1", 2]', "{a = 1}"])
+def test_a_list_in_the_file_holds_strings_only(value):
+    assert problems(f"[pools.shared]\nendpoints = {value}\n")
+
+
+@pytest.mark.parametrize("value", ['"p0"', '"P3"', '""', "0", "[]"])
+def test_a_class_is_one_of_three(value):
+    found = problems(f"[qos]\ndefault_class = {value}\n")
+    assert "one of 'P0', 'P1', 'P2'" in found[0]
+
+
+# --- who wins, and what is reported
+
+
+def test_a_variable_wins_over_the_file_and_leaves_its_neighbours():
+    text = "[doors]\nbacklog = 10\nconnections = 20\n"
+    doors = load(text, {"TONGGUAN_DOORS_BACKLOG": "30"}).doors
+    assert (doors.backlog, doors.connections) == (30, 20)
+
+
+def test_a_bad_value_in_the_file_is_reported_though_a_variable_wins():
+    found = problems("[doors]\nbacklog = 0\n", {"TONGGUAN_DOORS_BACKLOG": "30"})
+    assert found == ["doors.backlog: must be at least 1, got 0"]
+
+
+def test_every_problem_is_reported_at_once_and_named():
+    text = """
+    log_level = "loud"
+    colour = "red"
+    [doors]
+    backlog = 0
+    app = "nowhere"
+    [pools.shared]
+    endpoints = []
+    [qos.p0]
+    inflight = "many"
+    [tenants.acme]
+    max_class = "P9"
+    """
+    environ = {"TONGGUAN_AUDIT_FLUSH_MS": "soon", "TONGGUAN_AUDIT_COLOUR": "red"}
+    found = problems(text, environ)
+    for name in (
+        "colour: unknown setting",
+        "log_level: expected one of",
+        "doors.backlog: must be at least 1",
+        "doors.app: expected host:port",
+        "pools.shared.endpoints: at least one",
+        "qos.p0.inflight: expected a whole number",
+        "tenants.acme.max_class: expected one of",
+        "TONGGUAN_AUDIT_FLUSH_MS: expected a whole number",
+        "TONGGUAN_AUDIT_COLOUR: unknown variable",
+    ):
+        assert len([p for p in found if p.startswith(name)]) == 1, name
+    assert len(found) == 9
+
+
+def test_the_error_says_all_problems_in_its_text():
+    with pytest.raises(SettingsError, match=r"a: unknown setting; b: unknown setting"):
+        load("a = 1\nb = 2\n", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[doors]\nApp = 'x'\n", "doors.App"),
+        ("[pools.fast]\ninflight = 1\n", "pools.fast"),
+        ("[qos.p1]\ninflight = 1\n", "qos.p1"),
+        ("[tenants.acme]\nclass = 'P0'\n", "tenants.acme.class"),
+    ],
+)
+def test_an_unknown_key_is_refused_at_any_depth(text, name):
+    assert problems(text) == [f"{name}: unknown setting"]
+
+
+@pytest.mark.parametrize("name", ["doors", "pools.shared", "qos.p0"])
+def test_a_section_that_is_no_table_is_refused(name):
+    assert problems(toml(name, 3)) == [f"{name}: expected a table"]
+
+
+@pytest.mark.parametrize(
+    "name", ["TONGGUAN_", "TONGGUAN_DOORS", "TONGGUAN_TENANTS_ACME_MAX_CLASS", "TONGGUAN_AGENTS"]
+)
+def test_an_unknown_variable_is_refused(name):
+    assert problems("", {name: "1"}) == [f"{name}: unknown variable"]
+
+
+def test_variables_without_our_prefix_are_not_looked_at():
+    assert load("", {"HTTP_PROXY": "x", "tonggun_doors_app": "x", "XTONGGUAN_A": "1"}) == Settings()
+
+
+@pytest.mark.parametrize("text", ["[doors", "a = ", "[doors]\n[doors]\n", "a = 1\na = 2\n"])
+def test_a_file_that_is_no_toml_is_one_problem(text):
+    found = problems(text)
+    assert len(found) == 1
+    assert found[0].startswith("tongguan.toml: ")
+
+
+# --- other rooms and Kubernetes
+
+
+@pytest.mark.parametrize(
+    "name", ["TONGGUAN_AGENT_MODEL", "TONGGUAN_UP_TORCH", "TONGGUAN_CLIENT_KEYS"]
+)
+def test_variables_of_other_rooms_are_skipped(name):
+    assert load("", {name: "anything"}) == Settings()
+
+
+def test_the_agents_table_is_not_ours_to_check():
+    assert load("[agent]\nno_such_setting = 1\n", {}) == Settings()
+    assert load("agent = 3\n", {}) == Settings()
+
+
+SERVICE = {
+    "TONGGUAN_SERVICE_HOST": "10.0.0.1",
+    "TONGGUAN_SERVICE_PORT": "14081",
+    "TONGGUAN_SERVICE_PORT_SEALED": "14081",
+    "TONGGUAN_PORT": "tcp://10.0.0.1:14081",
+    "TONGGUAN_PORT_14081_TCP": "tcp://10.0.0.1:14081",
+    "TONGGUAN_PORT_14081_TCP_ADDR": "10.0.0.1",
+    "TONGGUAN_PORT_14081_TCP_PORT": "14081",
+    "TONGGUAN_PORT_14081_TCP_PROTO": "tcp",
+    "TONGGUAN_SEALED_PORT_14081_TCP": "tcp://10.0.0.1:14081",
+}
+
+
+def test_variables_that_kubernetes_makes_are_ignored_and_can_be_named():
+    assert load("", SERVICE) == Settings()
+    assert service_variables(SERVICE | {"TONGGUAN_DOORS_APP": "x", "A_PORT": "1"}) == sorted(
+        SERVICE
+    )
+
+
+@pytest.mark.parametrize("name", ["TONGGUAN_PORT_SEALED", "TONGGUAN_PORTS", "TONGGUAN_SERVICE"])
+def test_what_only_looks_like_a_service_is_unknown(name):
+    assert problems("", {name: "1"}) == [f"{name}: unknown variable"]
+
+
+def test_own_variables_keeps_only_those_of_the_asking_room():
+    environ = {"TONGGUAN_DOORS_APP": "a", "TONGGUAN_AGENT_X": "b", "PATH": "c", **SERVICE}
+    assert own_variables(environ, ("AGENT_",)) == {"TONGGUAN_DOORS_APP": "a"}
+
+
+# --- tenants
+
+
+def test_tenants_are_a_table_of_tables():
+    settings = load('[tenants.acme]\nmax_class = "P0"\n[tenants."team b"]\n', {})
+    assert {name: row.max_class for name, row in settings.tenants.items()} == {
+        "acme": "P0",
+        "team b": "P1",
+    }
+
+
+@pytest.mark.parametrize("text", ["tenants = 1\n", "[tenants]\nacme = 'P0'\n", "[[tenants]]\n"])
+def test_tenants_of_another_shape_are_refused(text):
+    assert problems(text) == ["tenants: expected a table of tables"]
+
+
+@pytest.mark.parametrize("tenant", ["a b", "a\r\nX-QoS-Class: P0", "caf\u00e9", "a" * 256, "\x7f"])
+def test_a_tenant_that_cannot_stand_in_a_header_is_refused(tenant):
+    assert problems("", {"TONGGUAN_IDENTITY_TENANT": tenant})[0].startswith("identity.tenant: ")
+
+
+@pytest.mark.parametrize("host", ["a b", "a\r\nX-Tenant-Id: b", "\u4e2d"])
+def test_a_host_that_cannot_stand_in_a_header_is_refused(host):
+    found = problems("", {"TONGGUAN_POOLS_SHARED_HOST": host})
+    assert found[0].startswith("pools.shared.host: ")
+
+
+# --- addresses and endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("localhost:65535", ("localhost", 65535)),
+        ("[::1]:14080", ("::1", 14080)),
+        ("[::]:80", ("::", 80)),
+        ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+        ("engine-0.engine.llm.svc:8000", ("engine-0.engine.llm.svc", 8000)),
+    ],
+)
+def test_an_address(text, address):
+    assert split_address(text) == address
+
+
+BAD_ADDRESSES = [
+    "",
+    ":",
+    ":80",
+    "[]:80",
+    "host",
+    "host:",
+    "host:http",
+    "host:-1",
+    "host:65536",
+    "host:" + "9" * 5000,
+    "host:\u00b2",
+    "host:\u0663",
+    "::1",
+    "::1:80",
+    "[::1]",
+    "[::1:80",
+    "::1]:80",
+    "[::1]80",
+    "ho st:80",
+    "user@host:80",
+    "a/b:80",
+]
+
+
+@pytest.mark.parametrize("text", BAD_ADDRESSES)
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match="expected host:port"):
+        split_address(text)
+
+
+@pytest.mark.parametrize("door", ["app", "sealed", "admin"])
+def test_a_door_is_an_address_or_closed(door):
+    assert getattr(load(f"[doors]\n{door} = ''\n", {}).doors, door) == ""
+    assert problems(f"[doors]\n{door} = 'host'\n")[0].startswith(
+        f"doors.{door}: expected host:port"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://127.0.0.1:14100", ("127.0.0.1", 14100)),
+        ("http://engine", ("engine", 80)),
+        ("http://engine/", ("engine", 80)),
+        ("http://engine:8000/", ("engine", 8000)),
+        ("http://[::1]", ("::1", 80)),
+        ("http://[2001:db8::1]:8000", ("2001:db8::1", 8000)),
+        ("unix:/run/engine.sock", "/run/engine.sock"),
+    ],
+)
+def test_an_endpoint(text, address):
+    assert split_endpoint(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "engine:8000",
+        "https://engine",
+        "HTTP://engine",
+        "http://",
+        "http:///",
+        "http://:80",
+        "http://engine/v1",
+        "http://engine:80/v1",
+        "http://engine:x",
+        "http://engine?x=1",
+        "http://user@engine",
+        "http://::1",
+        "unix:",
+        "unix:run/engine.sock",
+    ],
+)
+def test_what_is_no_endpoint(text):
+    with pytest.raises(ValueError, match=r"expected|has no path"):
+        split_endpoint(text)
+
+
+@pytest.mark.parametrize("pool", ["dedicated", "shared", "best_effort"])
+def test_each_endpoint_of_a_pool_is_checked(pool):
+    found = problems(f"[pools.{pool}]\nendpoints = ['http://ok', 'bad', 'worse']\n")
+    assert len(found) == 2
+    assert all(p.startswith(f"pools.{pool}.endpoints: ") for p in found)
+    assert problems("", {f"TONGGUAN_POOLS_{pool.upper()}_ENDPOINTS": ""}) == [
+        f"pools.{pool}.endpoints: at least one endpoint"
+    ]
+
+
+# --- from the disk
+
+
+def test_without_a_path_only_the_environment_counts():
+    assert read(None, {"TONGGUAN_LOG_LEVEL": "debug"}).log_level == "debug"
+
+
+def test_a_path_is_a_file_or_the_directory_of_one(tmp_path):
+    file = tmp_path / "tongguan.toml"
+    file.write_text('log_level = "debug"\n', encoding="utf-8")
+    assert read(str(file), {}).log_level == "debug"
+    assert read(str(tmp_path), {}).log_level == "debug"
+    assert read(str(tmp_path), {"TONGGUAN_LOG_LEVEL": "error"}).log_level == "error"
+
+
+def test_a_missing_file_is_a_problem_that_names_it(tmp_path):
+    for path in (tmp_path, tmp_path / "other.toml"):
+        with pytest.raises(SettingsError) as caught:
+            read(str(path), {})
+        assert len(caught.value.problems) == 1
+        assert caught.value.problems[0].startswith(str(path))
+
+
+def test_a_file_that_is_not_utf8_is_a_problem(tmp_path):
+    file = tmp_path / "tongguan.toml"
+    file.write_bytes(b'log_level = "\xff"\n')
+    with pytest.raises(SettingsError, match=r"tongguan\.toml: .*utf-8"):
+        read(str(tmp_path), {})
+
+
+# --- shown
+
+
+def test_settings_are_shown_as_plain_data_with_every_name():
+    plain = describe(load("[tenants.acme]\n", {}))
+    assert json.loads(json.dumps(plain))["tenants"] == {"acme": {"max_class": "P1"}}
+    for name in NAMES:
+        table = plain
+        for part in name.split("."):
+            table = table[part]
