@@ -74,6 +74,7 @@ class Collector:
         for limit, count in list(counters.limit_hits.items()):
             hits.add_metric([limit], count)
         hits.add_metric(["doors.connections"], counters.connections_refused)
+        hits.add_metric(["audit.observed_bytes"], self._context.observing.unobserved)
         yield hits
         for name, text, value in (
             ("request_body_bytes", "Request body bytes received.", counters.request_bytes),
