@@ -451,12 +451,14 @@ def test_a_streamed_body_that_meets_the_bound_is_given_up_and_given_back():
 
 
 def test_an_answer_that_meets_the_bound_is_given_up_and_given_back():
-    shared = observing(held_bytes_max=len(BODY) + 10)
+    # What fits before and after the piece that does not would read as a whole answer.
+    start = b'{"choices":[{"index":0,"message":{"content":"a"}}'
+    pieces = [start, b',{"index":1,"message":{"content":"' + b"b" * 200 + b'"}}', b"]}"]
+    shared = observing(held_bytes_max=len(BODY) + 100)
     seen = observation(shared)
     seen.observe_request(BODY, JSON, ask_ids=False)
     seen.observe_answer(head())
-    answer = answer_of("x")
-    assert seen.observe_data(answer[:8]) + seen.observe_data(answer[8:]) == answer
+    assert [seen.observe_data(piece) for piece in pieces] == pieces
     seen.complete()
     assert seen.output() == (None, None)
     assert shared.unobserved == 1
