@@ -47,6 +47,7 @@ test: lint
 bench: setup-dev
 	$(BIN)/python -m perf.proxy --setup
 	$(BIN)/python -m perf.proxy --peers relay,envoy,direct,tongguan
+	$(BIN)/python -m perf.engine
 
 vm:
 	@echo 'make vm: nothing to run yet. The kernel guard (ebpf/: LSM, ioctl tracing) is not built, so' >&2

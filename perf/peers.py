@@ -181,7 +181,6 @@ def make(name: str, ports: Ports) -> Peer:
         environment = {
             "PYTHONPATH": str(HERE.parent),
             "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": str(WORK / "pycache"),
         }
     return Peer(name, port, MAKERS[name](port, ports), environment)
 
