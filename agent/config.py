@@ -93,7 +93,7 @@ def load(text: str, environ: Mapping[str, str]) -> Agent:
     problems: list[str] = []
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    except ValueError as problem:  # a number of too many digits is no TOMLDecodeError
         raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
     env = {n: v for n, v in own_variables(environ, ()).items() if n.startswith(VARIABLES)}
     section = {"agent": table["agent"]} if "agent" in table else {}

@@ -195,6 +195,8 @@ class Context:
     def refused_head(self, door: str, code: str) -> None:
         """Count a request that was refused before anything of it was believed."""
         self.counters.refused_heads[door] += 1
+        if code == "headers_too_large":
+            self.counters.limit_hits["limits.head_bytes"] += 1
         self.rejected[code] = self.rejected.get(code, 0) + 1
 
     def envelope_failed(self, peer: str, reason: str) -> None:

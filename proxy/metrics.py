@@ -85,6 +85,7 @@ class Counters:
 
 
 LIMITS = (
+    "limits.head_bytes",
     "limits.body_bytes",
     "envelope.unverified_bytes",
     "timeouts.head_s",

@@ -15,6 +15,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 
+from kernels.wire import AVAILABLE
 from proxy.sm4.cipher import TIER
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Collector:
         for qos, count in counters.started.items():
             started.add_metric([qos], count)
         yield started
+        refused = CounterMetricFamily(
+            "tongguan_proxy_queue_full", "Requests refused with queue_full.", labels=["qos"]
+        )
+        for qos, count in counters.queue_full.items():
+            refused.add_metric([qos], count)
+        yield refused
         finished = CounterMetricFamily(
             "tongguan_proxy_requests", "Finished requests.", labels=["qos", "outcome"]
         )
@@ -106,7 +113,7 @@ class Collector:
             "refused": "Requests refused because the pool was full.",
             "connects": "Connections opened.",
             "connect_failures": "Connections that could not be opened.",
-            "late_bytes": "Connections dropped because bytes came outside an answer.",
+            "late_closes": "Connections dropped because bytes came outside an answer.",
         }
         rows = {}
         for name, route in context.routes.items():
@@ -118,7 +125,7 @@ class Collector:
                 "refused": pool.refused,
                 "connects": upstreams.connects,
                 "connect_failures": upstreams.connect_failures,
-                "late_bytes": upstreams.late_bytes,
+                "late_closes": upstreams.late_closes,
             }
         for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
             for noun, text in names.items():
@@ -149,6 +156,8 @@ class Collector:
             value=context.budget.held_bytes,
         )
         yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": TIER})
+        readers = "c" if AVAILABLE else "pure"
+        yield InfoMetricFamily("tongguan_proxy_readers", "Who reads.", value={"wire": readers})
         if context.receiver is not None:
             replay, ring = context.receiver.replay, context.receiver.keyring
             yield GaugeMetricFamily(
@@ -179,6 +188,16 @@ class Collector:
         ):
             value = getattr(stats, name)
             yield CounterMetricFamily(f"tongguan_proxy_audit_{name}", text, value=value)
+        yield CounterMetricFamily(
+            "tongguan_proxy_audit_sync_seconds",
+            "Time spent in writes and group syncs.",
+            value=stats.sync_seconds_total,
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_observed_bytes",
+            "Body bytes held until their record is made.",
+            value=self._context.observing.held_bytes,
+        )
         yield GaugeMetricFamily(
             "tongguan_proxy_audit_pending", "Records not yet durable.", value=stats.pending
         )

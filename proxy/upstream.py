@@ -138,7 +138,7 @@ class UpstreamConnection(asyncio.Protocol):
         """See asyncio. The first matching state takes the bytes."""
         lessee = self.lessee
         if lessee is None:
-            self.owner.late_bytes += 1
+            self.owner.late_closes += 1
             self._drop()
             return
         self.answered = True
@@ -222,7 +222,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.owner.put_back(self)
         else:
             if not clean:
-                self.owner.late_bytes += 1
+                self.owner.late_closes += 1
             self._drop()
         lessee.upstream_end()
 
@@ -288,7 +288,7 @@ class Upstreams:
         self._open: set[UpstreamConnection] = set()
         self.connects = 0
         self.connect_failures = 0
-        self.late_bytes = 0
+        self.late_closes = 0
         self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
 
     def idle(self, endpoint: Endpoint) -> UpstreamConnection | None:

@@ -245,7 +245,7 @@ def test_late_bytes_after_an_answer_drop_that_connection(sidecar, upstream):
         assert client.send(get(b"/1")).answer().body == b"{}"
         upstream.answering(ok)
         assert client.send(get(b"/2")).answer().body == b"{}"
-    assert sidecar.metric("tongguan_proxy_pool_late_bytes_total", pool="shared") >= 1
+    assert sidecar.metric("tongguan_proxy_pool_late_closes_total", pool="shared") >= 1
 
 
 def test_late_bytes_on_an_idle_connection_drop_it(sidecar, upstream):
@@ -257,11 +257,11 @@ def test_late_bytes_on_an_idle_connection_drop_it(sidecar, upstream):
 
     told = []
     upstream.answering(script)
-    before = sidecar.metric("tongguan_proxy_pool_late_bytes_total")
+    before = sidecar.metric("tongguan_proxy_pool_late_closes_total")
     with sidecar.client() as client:
         assert client.send(get()).answer().body == b"{}"
         told.append(True)
-        until(lambda: sidecar.metric("tongguan_proxy_pool_late_bytes_total") > before, "the drop")
+        until(lambda: sidecar.metric("tongguan_proxy_pool_late_closes_total") > before, "the drop")
         upstream.answering(ok)
         assert client.send(get()).answer().body == b"{}"
 

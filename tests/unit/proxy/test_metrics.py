@@ -221,6 +221,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "limit": {*LIMITS, "doors.connections", "audit.observed_bytes"},
         "reason": set(REASONS),
         "tier": {TIER},
+        "wire": {"c", "pure"},
         "le": {*map(str, BOUNDS_S), "+Inf"},
     }
     for family in families(full).values():
