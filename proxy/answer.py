@@ -39,11 +39,33 @@ class Answer(Protocol):
         ...
 
 
-class Lengthed:
-    """A body whose length is known, passed through."""
+class Passed:
+    """A body in clear, as it comes: what the forms below have in common."""
+
+    __slots__ = ()
+    ends_by_close = False
+
+    def framing(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def start(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def data(self, body: bytes) -> bytes:
+        """The bytes themselves."""
+        return body
+
+    def end(self) -> bytes:
+        """Nothing."""
+        return b""
+
+
+class Lengthed(Passed):
+    """A body whose length is known."""
 
     __slots__ = ("_length",)
-    ends_by_close = False
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -52,24 +74,11 @@ class Lengthed:
         """Content-Length."""
         return b"Content-Length: %d\r\n" % self._length
 
-    def start(self) -> bytes:
-        """Nothing."""
-        return b""
 
-    def data(self, body: bytes) -> bytes:
-        """The bytes themselves."""
-        return body
-
-    def end(self) -> bytes:
-        """Nothing: the length said it."""
-        return b""
-
-
-class Bodiless:
+class Bodiless(Passed):
     """An answer to HEAD, 204 or 304; `length` is what a GET would have sent, if known."""
 
     __slots__ = ("_length",)
-    ends_by_close = False
 
     def __init__(self, length: int | None) -> None:
         self._length = length
@@ -78,64 +87,35 @@ class Bodiless:
         """Content-Length where the upstream gave one."""
         return b"" if self._length is None else b"Content-Length: %d\r\n" % self._length
 
-    def start(self) -> bytes:
-        """Nothing."""
-        return b""
-
     def data(self, body: bytes) -> bytes:
         """Nothing: there is no body."""
         del body
         return b""
 
-    def end(self) -> bytes:
-        """Nothing."""
-        return b""
 
-
-class Chunked:
+class Chunked(Passed):
     """A body of unknown length to an HTTP/1.1 client."""
 
     __slots__ = ()
-    ends_by_close = False
 
     def framing(self) -> bytes:
         """Transfer-Encoding."""
         return b"Transfer-Encoding: chunked\r\n"
 
-    def start(self) -> bytes:
-        """Nothing."""
-        return b""
-
     def data(self, body: bytes) -> bytes:
         """One chunk."""
-        return frame(body) if body else b""
+        return frame(body)
 
     def end(self) -> bytes:
         """The last chunk."""
         return LAST_CHUNK
 
 
-class UntilClose:
+class UntilClose(Passed):
     """A body of unknown length to an HTTP/1.0 client (RFC 9112 section 6.3, rule 8)."""
 
     __slots__ = ()
     ends_by_close = True
-
-    def framing(self) -> bytes:
-        """Nothing: the connection's end says it."""
-        return b""
-
-    def start(self) -> bytes:
-        """Nothing."""
-        return b""
-
-    def data(self, body: bytes) -> bytes:
-        """The bytes themselves."""
-        return body
-
-    def end(self) -> bytes:
-        """Nothing."""
-        return b""
 
 
 class SealedStream:
