@@ -24,6 +24,9 @@ TAG_BYTES = 16
 TIER: str = "cryptography"
 
 
+Buffer = bytes | bytearray | memoryview
+
+
 class TagError(Exception):
     """The tag does not fit: key, nonce, data or associated data differ."""
 
@@ -31,11 +34,11 @@ class TagError(Exception):
 class Aead(Protocol):
     """An authenticated cipher under one key."""
 
-    def seal(self, nonce: bytes, plaintext: bytes, aad: bytes) -> bytes:
+    def seal(self, nonce: bytes, plaintext: Buffer, aad: bytes) -> bytes:
         """Return ciphertext and tag; `nonce` is 12 bytes, never used twice with this key."""
         ...
 
-    def open(self, nonce: bytes, sealed: bytes, aad: bytes) -> bytes:
+    def open(self, nonce: bytes, sealed: Buffer, aad: bytes) -> bytes:
         """Return the plaintext of ciphertext and tag; raises `TagError`."""
         ...
 
@@ -58,17 +61,17 @@ class _Sm4Gcm:
         self._mode = modes.GCM
         self._invalid = InvalidTag
 
-    def seal(self, nonce: bytes, plaintext: bytes, aad: bytes) -> bytes:
+    def seal(self, nonce: bytes, plaintext: Buffer, aad: bytes) -> bytes:
         """See `Aead.seal`."""
         worker = self._cipher(self._algorithm, self._mode(nonce)).encryptor()
         worker.authenticate_additional_data(aad)
         return worker.update(plaintext) + worker.finalize() + worker.tag
 
-    def open(self, nonce: bytes, sealed: bytes, aad: bytes) -> bytes:
+    def open(self, nonce: bytes, sealed: Buffer, aad: bytes) -> bytes:
         """See `Aead.open`."""
         if len(sealed) < TAG_BYTES:
             raise TagError
-        mode = self._mode(nonce, sealed[-TAG_BYTES:])
+        mode = self._mode(nonce, bytes(sealed[-TAG_BYTES:]))
         worker = self._cipher(self._algorithm, mode).decryptor()
         worker.authenticate_additional_data(aad)
         # What update() gives is unverified until finalize() returns: it stays in here till then.
@@ -91,11 +94,11 @@ class _AesGcm:
         self._cipher = AESGCM(key)
         self._invalid = InvalidTag
 
-    def seal(self, nonce: bytes, plaintext: bytes, aad: bytes) -> bytes:
+    def seal(self, nonce: bytes, plaintext: Buffer, aad: bytes) -> bytes:
         """See `Aead.seal`."""
         return self._cipher.encrypt(nonce, plaintext, aad)
 
-    def open(self, nonce: bytes, sealed: bytes, aad: bytes) -> bytes:
+    def open(self, nonce: bytes, sealed: Buffer, aad: bytes) -> bytes:
         """See `Aead.open`."""
         try:
             return self._cipher.decrypt(nonce, sealed, aad)

@@ -15,7 +15,7 @@ _BLOCK_BYTES = 64
 class Digest(Protocol):
     """A running hash."""
 
-    def update(self, data: bytes | bytearray, /) -> None:
+    def update(self, data: bytes | bytearray | memoryview, /) -> None:
         """Take more bytes."""
         ...
 
@@ -38,7 +38,7 @@ class _CryptographySm3:
 
         self._state = state if isinstance(state, hashes.Hash) else hashes.Hash(hashes.SM3())
 
-    def update(self, data: bytes | bytearray, /) -> None:
+    def update(self, data: bytes | bytearray | memoryview, /) -> None:
         """Take more bytes."""
         self._state.update(data)
 

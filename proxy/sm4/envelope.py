@@ -7,6 +7,7 @@ metrics only and never reaches the peer.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -30,6 +31,8 @@ _KNOWN_FLAGS = STREAM | MAC | RESPONSE | SIGNATURE
 _SUITES = (SM4_GCM, 2)
 _HEADER = struct.Struct(">4sBBH8sQ12sI")
 assert _HEADER.size == HEADER_BYTES
+_REQUEST_PRELUDE = re.compile(rb"([A-Z]+) (/[!-~]*)\n([ -~]*)\n([ -~]*)\n")
+_RESPONSE_PRELUDE = re.compile(rb"([0-9]{3})\n([ -~]*)\n")
 
 Code = Literal["envelope_rejected", "envelope_stale", "envelope_cache_full", "envelope_busy"]
 _CODES: dict[str, Code] = {
@@ -84,7 +87,7 @@ class EnvelopeError(Exception):
         super().__init__(self.code)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for each request
 class Header:
     """The 40 bytes in front. `time_ms` is unix ms; `length` is L, 0 in a stream."""
 
@@ -152,12 +155,17 @@ def pad(data: bytes, unit: int) -> bytes:
     return (data + b"\x80").ljust(-(-(len(data) + 1) // unit) * unit, b"\0")
 
 
+def padded_end(padded: bytes) -> int:
+    """Return where the data ends before 0x80 and zeros; raises `EnvelopeError` bad_padding."""
+    end = padded.rfind(b"\x80")
+    if end < 0 or padded[end + 1 :].strip(b"\0"):
+        raise EnvelopeError("bad_padding")
+    return end
+
+
 def unpad(padded: bytes) -> bytes:
     """Return the data before 0x80 and zeros; raises `EnvelopeError` bad_padding."""
-    data = padded.rstrip(b"\0")
-    if not data.endswith(b"\x80"):
-        raise EnvelopeError("bad_padding")
-    return data[:-1]
+    return padded[: padded_end(padded)]
 
 
 def trailer_bytes(flags: int) -> int:
@@ -165,19 +173,21 @@ def trailer_bytes(flags: int) -> int:
     return (SIGNATURE_BYTES if flags & SIGNATURE else 0) + (MAC_BYTES if flags & MAC else 0)
 
 
+def trailer_start(end: int, flags: int) -> int:
+    """Return where the trailer of data up to `end` begins; see `split_trailer`."""
+    start = end - trailer_bytes(flags)
+    if start < 0:
+        raise EnvelopeError("missing_signature" if flags & SIGNATURE else "missing_mac")
+    return start
+
+
 def split_trailer(data: bytes, flags: int) -> tuple[bytes, bytes]:
     """Return (data, trailer); raises missing_signature or missing_mac if it is too short."""
-    size = trailer_bytes(flags)
-    if len(data) < size:
-        raise EnvelopeError("missing_signature" if flags & SIGNATURE else "missing_mac")
-    return data[: len(data) - size], data[len(data) - size :]
+    start = trailer_start(len(data), flags)
+    return data[:start], data[start:]
 
 
-def _printable(text: bytes) -> bool:
-    return all(0x20 <= c <= 0x7E for c in text)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for each request
 class RequestPrelude:
     """What a request asks for; `content_type` and `qos` may be empty."""
 
@@ -198,7 +208,7 @@ class RequestPrelude:
         return len(raw).to_bytes(2, "big") + raw
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResponsePrelude:
     """Status and content type of an answer."""
 
@@ -218,43 +228,41 @@ class ResponsePrelude:
 
 def decode_request_prelude(raw: bytes) -> RequestPrelude:
     """Return the prelude of a request; raises `EnvelopeError` bad_prelude."""
-    parts = raw.split(b"\n")
-    if len(raw) > PRELUDE_BYTES_MAX or len(parts) != 4 or parts[3]:
+    found = _REQUEST_PRELUDE.fullmatch(raw)
+    if found is None or len(raw) > PRELUDE_BYTES_MAX:
         raise EnvelopeError("bad_prelude")
-    line, content_type, qos, _ = parts
-    method, space, target = line.partition(b" ")
-    if (
-        not space
-        or not method
-        or not all(0x41 <= c <= 0x5A for c in method)
-        or not target.startswith(b"/")
-        or not all(0x21 <= c <= 0x7E for c in target)
-        or not _printable(content_type)
-        or not _printable(qos)
-    ):
-        raise EnvelopeError("bad_prelude")
+    method, target, content_type, qos = found.groups()
     return RequestPrelude(method.decode(), target.decode(), content_type.decode(), qos.decode())
 
 
 def decode_response_prelude(raw: bytes) -> ResponsePrelude:
     """Return the prelude of an answer; raises `EnvelopeError` bad_prelude."""
-    parts = raw.split(b"\n")
-    if len(raw) > PRELUDE_BYTES_MAX or len(parts) != 3 or parts[2]:
+    found = _RESPONSE_PRELUDE.fullmatch(raw)
+    if found is None or len(raw) > PRELUDE_BYTES_MAX:
         raise EnvelopeError("bad_prelude")
-    status, content_type, _ = parts
-    if len(status) != 3 or not status.isdigit() or not _printable(content_type):
-        raise EnvelopeError("bad_prelude")
+    status, content_type = found.groups()
     return ResponsePrelude(int(status), content_type.decode())
+
+
+def prelude_end(data: bytes | bytearray, end: int) -> int:
+    """Return where the prelude of `u16 len || prelude || ...` ends; raises bad_prelude.
+
+    `end`: where the data (or a stream's first frame) ends.
+    """
+    size = int.from_bytes(data[: min(2, end)], "big") + 2
+    if end < size:
+        raise EnvelopeError("bad_prelude")
+    return size
 
 
 def split_prelude(data: bytes) -> tuple[bytes, bytes]:
     """Return (prelude, what follows) of `u16 len || prelude || ...`; raises bad_prelude."""
-    size = int.from_bytes(data[:2], "big") + 2
-    if len(data) < max(2, size):
-        raise EnvelopeError("bad_prelude")
+    size = prelude_end(data, len(data))
     return data[2:size], data[size:]
 
 
 def media_type(content_type: str) -> str:
     """Return the type/subtype of a Content-Type, lower case, without parameters."""
+    if content_type == MEDIA_TYPE:
+        return content_type
     return content_type.partition(";")[0].strip(" \t").lower()

@@ -31,8 +31,10 @@ from proxy.sm4.envelope import (
     decode_header,
     decode_request_prelude,
     media_type,
-    split_prelude,
+    padded_end,
+    prelude_end,
     split_trailer,
+    trailer_start,
     unpad,
 )
 from proxy.sm4.frames import RawFrames, StreamCipher
@@ -176,6 +178,7 @@ class RequestOpener:
         "_buffer",
         "_cipher",
         "_data",
+        "_data_end",
         "_derived",
         "_first_bytes",
         "_frames",
@@ -196,9 +199,11 @@ class RequestOpener:
         self._derived: Derived | None = None
         self._aad = b""
         self._cipher: StreamCipher | None = None
-        self._frames = RawFrames()
-        # What the tags let through, unparsed: a stream's is held until its last frame is verified.
-        self._data = bytearray()
+        self._frames: RawFrames | None = None
+        # What the tags let through, unparsed: a stream's is held until its last frame is verified,
+        # a single's stands here padded. Data ends at `_data_end`.
+        self._data: bytes | bytearray = b""
+        self._data_end = 0
         self._first_bytes = 0
         self._trailer: bytes | None = None
         self._total = 0
@@ -206,7 +211,8 @@ class RequestOpener:
     @property
     def held_bytes(self) -> int:
         """Bytes this opener holds: unverified ones and a stream's plaintext."""
-        return len(self._buffer) + self._frames.held_bytes + len(self._data)
+        frames = self._frames.held_bytes if self._frames is not None else 0
+        return len(self._buffer) + frames + len(self._data)
 
     def feed(self, data: bytes, now_ms: int) -> None:
         """Take bytes of the HTTP body; raises `EnvelopeError` as early as can be known."""
@@ -225,9 +231,9 @@ class RequestOpener:
 
     def _drop(self) -> None:
         self._receiver = None
-        self._buffer.clear()
-        self._data.clear()
-        self._frames = RawFrames()
+        self._buffer = bytearray()
+        self._data = b""
+        self._frames = None
         self._cipher = None
 
     def _feed(self, data: bytes, now_ms: int) -> None:
@@ -236,24 +242,27 @@ class RequestOpener:
         self._total += len(data)
         if self._total > receiver.max_body_bytes:
             raise EnvelopeError("frame_too_large")
-        if self._header is None:
+        header = self._header
+        if header is None:
             self._buffer += data
             if len(self._buffer) < HEADER_BYTES:
                 return
-            self._header = self._check_header(receiver, now_ms)
-            data = bytes(self._buffer[HEADER_BYTES:])
-            self._buffer.clear()
-        if self._header.flags & STREAM:
+            raw = bytes(self._buffer[:HEADER_BYTES])
+            header = self._header = self._check_header(raw, receiver, now_ms)
+            del self._buffer[:HEADER_BYTES]
+            if header.flags & STREAM:
+                self._frames, self._data = RawFrames(), bytearray()
+                data, self._buffer = bytes(self._buffer), bytearray()
+        elif self._frames is None:
+            self._buffer += data
+        if self._frames is not None:
             for sealed, last in self._frames.feed(data):
                 self._take_frame(receiver, sealed, last=last, now_ms=now_ms)
-            return
-        self._buffer += data
-        if len(self._buffer) > self._header.length:
+        elif len(self._buffer) > header.length:
             raise EnvelopeError("trailing_data")
 
-    def _check_header(self, receiver: Receiver, now_ms: int) -> Header:
+    def _check_header(self, raw: bytes, receiver: Receiver, now_ms: int) -> Header:
         """Steps 1 to 3."""
-        raw = bytes(self._buffer[:HEADER_BYTES])
         header = decode_header(raw, response=False)
         derived = receiver.keyring.get(header.kid)
         if derived is None:
@@ -295,6 +304,7 @@ class RequestOpener:
             data, self._trailer = split_trailer(data, header.flags)
             self._first_bytes = min(self._first_bytes, len(self._data) + len(data))
         self._data += data
+        self._data_end = len(self._data)
 
     def _finish(self, now_ms: int) -> OpenedRequest:
         receiver, header, derived = self._receiver, self._header, self._derived
@@ -309,15 +319,20 @@ class RequestOpener:
             if len(self._buffer) < header.length:
                 raise EnvelopeError("truncated")
             try:
-                padded = derived.request.open(header.nonce, bytes(self._buffer), self._aad)
+                padded = derived.request.open(header.nonce, self._buffer, self._aad)
             except TagError:
                 raise EnvelopeError("bad_tag") from None
             self._admit(receiver, header, now_ms)
-            data, trailer = split_trailer(unpad(padded), header.flags)
-            self._data += data
-            self._first_bytes = len(data)
+            trailer = self._split_single(padded, header.flags)
         self._verify(header, derived, trailer)
         return self._parse(header, derived)
+
+    def _split_single(self, padded: bytes, flags: int) -> bytes:
+        """Keep a single's data where it lies and return its trailer."""
+        end = padded_end(padded)
+        start = trailer_start(end, flags)
+        self._data, self._data_end, self._first_bytes = padded, start, start
+        return padded[start:end]
 
     def _verify(self, header: Header, derived: Derived, trailer: bytes) -> None:
         """Rest of step 6: what policy demands, signature, MAC."""
@@ -328,7 +343,7 @@ class RequestOpener:
             raise EnvelopeError("missing_signature")
         if header.flags & MAC:
             digest = new_digest(derived.key.digest)
-            digest.update(self._data)
+            digest.update(memoryview(self._data)[: self._data_end])
             mac = derived.mac.mac(self._aad + digest.digest())
             if not hmac.compare_digest(mac, trailer):
                 raise EnvelopeError("bad_mac")
@@ -341,11 +356,11 @@ class RequestOpener:
         sealer = ResponseSealer(derived, self._model.encode(), header.nonce, mac=has_mac)
         try:
             # The prelude lies wholly in the first frame.
-            prelude_raw, _ = split_prelude(bytes(self._data[: self._first_bytes]))
-            prelude = decode_request_prelude(prelude_raw)
+            start = prelude_end(self._data, self._first_bytes)
+            prelude = decode_request_prelude(bytes(self._data[2:start]))
         except EnvelopeError as problem:
             raise EnvelopeError(problem.reason, sealer=sealer) from None
-        body = bytes(self._data[2 + len(prelude_raw) :])
+        body = bytes(self._data[start : self._data_end])
         try:
             model = model_of(body, prelude.content_type)
         except BodyError:

@@ -60,12 +60,17 @@ class ReplayCache:
 
     def insert(self, kid: bytes, nonce: bytes, now_ms: int) -> Verdict:
         """Put `(kid, nonce)` in, or say why not; what was there stays there."""
-        if self.seen(kid, nonce, now_ms):
+        self._turn(now_ms)
+        nonces = self._current.get(kid)
+        if nonces is None:
+            nonces = self._current[kid] = set()
+        older = self._previous.get(kid, ())
+        if nonce in nonces or nonce in older:
             return "replayed"
-        if self._count >= self._limit or self.entries_of(kid) >= self._limit_per_kid:
+        if self._count >= self._limit or len(nonces) + len(older) >= self._limit_per_kid:
             self.full_refusals += 1
             return "cache_full"
-        self._current.setdefault(kid, set()).add(nonce)
+        nonces.add(nonce)
         self._count += 1
         return "ok"
 
