@@ -9,8 +9,8 @@ by one frame.
 
 from __future__ import annotations
 
-import base64
 import binascii
+import struct
 from typing import TYPE_CHECKING
 
 from proxy.sm4.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES, TagError, aead
@@ -33,6 +33,10 @@ _LABEL = b"smx1 stream"
 _PREFIX_BYTES = 4
 # `data: ` and the base64 of a frame of the largest raw size; longer is no frame of ours.
 _SSE_LINE_MAX = 6 + 4 * -(-(_PREFIX_BYTES + FRAME_SEALED_MAX) // 3)
+_NONCE = struct.Struct(">7sIB")
+_U32 = struct.Struct(">I").pack
+_TO_URL = bytes.maketrans(b"+/", b"-_")
+_FROM_URL = bytes.maketrans(b"-_", b"+/")
 
 
 class StreamCipher:
@@ -43,29 +47,31 @@ class StreamCipher:
     def __init__(
         self, base: HmacSm3, suite: int, aad: bytes, nonce: bytes, request_nonce: bytes = b""
     ) -> None:
-        key, self._mask = stream_secrets(base, suite, nonce, request_nonce)
+        key, mask = stream_secrets(base, suite, nonce, request_nonce)
         self._cipher = aead(suite, key)
+        self._mask: tuple[bytes, int, int] = _NONCE.unpack(mask)
         self._aad = aad
         self._counter = 0
         self.ended = False
 
     def _next_nonce(self, *, last: bool) -> tuple[bytes, bytes]:
         assert not self.ended
-        if self._counter > _COUNTER_MAX:
+        counter = self._counter
+        if counter > _COUNTER_MAX:
             raise OverflowError("a stream has at most 2^32 frames")
-        plain = bytes(7) + self._counter.to_bytes(4, "big") + bytes([last])
-        nonce = (int.from_bytes(plain, "big") ^ self._mask).to_bytes(NONCE_BYTES, "big")
-        aad = b"" if self._counter else self._aad
-        self._counter += 1
+        zeros, counted, ended = self._mask
+        self._counter = counter + 1
         self.ended = last
-        return nonce, aad
+        nonce = _NONCE.pack(zeros, counter ^ counted, last ^ ended)
+        return nonce, b"" if counter else self._aad
 
     def seal(self, data: bytes, unit: int, *, last: bool) -> bytes:
         """Return the next frame with `data` padded to a multiple of `unit` bytes."""
         nonce, aad = self._next_nonce(last=last)
         sealed = self._cipher.seal(nonce, pad(data, unit), aad)
-        assert FRAME_SEALED_MIN <= len(sealed) <= FRAME_SEALED_MAX
-        return (len(sealed) | (LAST if last else 0)).to_bytes(_PREFIX_BYTES, "big") + sealed
+        size = len(sealed)
+        assert FRAME_SEALED_MIN <= size <= FRAME_SEALED_MAX
+        return _U32(size | LAST if last else size) + sealed
 
     def open_padded(self, sealed: bytes, *, last: bool) -> bytes:
         """Return the next frame's padded data; raises `EnvelopeError` bad_tag."""
@@ -82,12 +88,12 @@ class StreamCipher:
 
 def stream_secrets(
     base: HmacSm3, suite: int, nonce: bytes, request_nonce: bytes = b""
-) -> tuple[bytes, int]:
-    """Return (K_s, mask) of a stream; the mask as a number of 12 bytes."""
+) -> tuple[bytes, bytes]:
+    """Return (K_s, mask) of a stream."""
     tail = nonce + request_nonce
     blocks = base.mac(_LABEL + b"\x01" + tail) + base.mac(_LABEL + b"\x02" + tail)
     size = KEY_BYTES[suite]
-    return blocks[:size], int.from_bytes(blocks[size : size + NONCE_BYTES], "big")
+    return blocks[:size], blocks[size : size + NONCE_BYTES]
 
 
 def frame_data_max(unit: int, sealed_max: int) -> int:
@@ -137,7 +143,8 @@ class RawFrames:
             size, last = parse_frame_size(bytes(self._buffer[:_PREFIX_BYTES]))
             if len(self._buffer) < _PREFIX_BYTES + size:
                 return
-            sealed = bytes(self._buffer[_PREFIX_BYTES : _PREFIX_BYTES + size])
+            with memoryview(self._buffer) as whole:
+                sealed = bytes(whole[_PREFIX_BYTES : _PREFIX_BYTES + size])
             del self._buffer[: _PREFIX_BYTES + size]
             self._ended = last
             yield sealed, last
@@ -145,7 +152,8 @@ class RawFrames:
 
 def sse_event(payload: bytes) -> bytes:
     """Return the SSE event that carries a header or one frame."""
-    return b"data: " + base64.urlsafe_b64encode(payload).rstrip(b"=") + b"\n\n"
+    text = binascii.b2a_base64(payload, newline=False).translate(_TO_URL).rstrip(b"=")
+    return b"data: %b\n\n" % text
 
 
 def _decode_base64url(text: bytes) -> bytes:
@@ -153,7 +161,7 @@ def _decode_base64url(text: bytes) -> bytes:
     # One encoding of everything: no padding, no other alphabet, no loose bits at the end.
     if not text or len(text) % 4 == 1 or b"+" in text or b"/" in text or b"=" in text:
         raise EnvelopeError("bad_carrier")
-    standard = text.translate(bytes.maketrans(b"-_", b"+/")) + b"=" * (-len(text) % 4)
+    standard = text.translate(_FROM_URL) + b"=" * (-len(text) % 4)
     try:
         raw = binascii.a2b_base64(standard, strict_mode=True)
     except binascii.Error:

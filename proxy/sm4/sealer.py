@@ -119,6 +119,8 @@ class StreamSealer:
             self._digest.update(body)
         whole, self._first = self._first + body, b""
         size = self._data_max
+        if 0 < len(whole) <= size:
+            return self._frame(whole)
         return b"".join(self._frame(whole[i : i + size]) for i in range(0, len(whole), size))
 
     def last(self, body: bytes = b"") -> bytes:
