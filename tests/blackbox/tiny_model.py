@@ -45,7 +45,9 @@ def write(path: Path) -> Path:
         writer.add_tensor(name, values.astype(np.float32))
 
     head_dim = HIDDEN // HEADS
-    tensor("token_embd.weight", len(tokens), HIDDEN)
+    rows = random.normal(0, 0.3, (len(tokens), HIDDEN)).astype(np.float32)
+    rows[-1] = 0  # <|end|> is never the likeliest: at temperature 0 an answer ends by max_tokens
+    writer.add_tensor("token_embd.weight", rows)
     tensor("output_norm.weight", HIDDEN)
     for layer in range(LAYERS):
         block = f"blk.{layer}."
