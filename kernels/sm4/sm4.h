@@ -19,7 +19,9 @@ typedef struct sm4_key sm4_key;
 typedef struct sm4_tier {
     const char *name; /* as shown to operators: "gfni-avx512", "gfni-avx2", "aesni-avx2", ... */
     int (*usable)(void); /* does this CPU, and this OS, allow it? */
-    /* Fills `powers` as this tier wants them, at least those needed for `message_bytes` (0: all). */
+    /* Fills `powers` as this tier wants them, at least those needed for `message_bytes` (0: all),
+     * the additional data's bytes among them; sets `powers_for`. Called once after the expansion,
+     * so a tier's own form of the round keys is made here too. */
     void (*powers)(sm4_key *key, size_t message_bytes);
     /* Encrypts (seal != 0) or decrypts `length` bytes; `in` and `out` may be equal, not overlap
      * otherwise; writes the tag of the ciphertext. Counters start at 2, as GCM has it for 12-byte
@@ -27,6 +29,8 @@ typedef struct sm4_tier {
     void (*gcm)(const sm4_key *key, const uint8_t nonce[SM4_NONCE], const uint8_t *aad,
                 size_t aad_length, const uint8_t *in, uint8_t *out, size_t length,
                 uint8_t tag[SM4_TAG], int seal);
+    /* May be NULL: sm4_expand_key then does it. Same results, for tiers that are faster at it. */
+    void (*expand)(sm4_key *key, const uint8_t raw[SM4_BLOCK]);
 } sm4_tier;
 
 struct sm4_key {
@@ -34,11 +38,12 @@ struct sm4_key {
     _Alignas(64) uint8_t powers[SM4_POWERS * SM4_BLOCK];
     uint32_t round_keys[SM4_ROUNDS];
     uint8_t h[SM4_BLOCK]; /* E(K, 0^128), big-endian as in the standard */
+    _Alignas(64) uint8_t tier_keys[1024]; /* the round keys once more, as the tier likes them */
     const sm4_tier *tier;
     size_t powers_for; /* longest message the powers are enough for; SIZE_MAX: any */
 };
 
-/* schedule.c: portable and constant-time; used by every tier. */
+/* schedule.c: portable and constant-time; used by every tier. Fills round_keys and h. */
 void sm4_expand_key(sm4_key *key, const uint8_t raw[SM4_BLOCK]);
 void sm4_encrypt_block(const uint32_t round_keys[SM4_ROUNDS], const uint8_t in[SM4_BLOCK],
                        uint8_t out[SM4_BLOCK]);
