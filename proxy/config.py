@@ -144,6 +144,7 @@ class Envelope:
     replay_entries_per_kid: int = setting(1 << 18, "replay cache, one kid", ge=1)
     progress_s: float = setting(5.0, "a sealed body without progress is refused", ge=0.1)
     state_dir: str = setting("", "volume for the first-start marker; empty: always fence")
+    sm4_tier: str = setting("auto", "what does SM4's work: auto, a tier, or cryptography")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from proxy.context import POOL_NAMES, Context
 from proxy.health import Health
 from proxy.recorder import Recorder
 from proxy.server import DoorName, Downstream
+from proxy.sm4.cipher import choose_tier, tier
 
 if TYPE_CHECKING:
     from proxy.keys.provider import KeyProvider
@@ -79,6 +80,10 @@ class Sidecar:
     async def _start(self) -> None:
         settings, context = self._settings, self._context
         doors = settings.doors
+        try:
+            choose_tier(settings.envelope.sm4_tier)
+        except ValueError as problem:
+            raise StartError(f"envelope.sm4_tier: {problem}") from None
         if doors.admin:
             token = _secret(doors.admin_token_file, "doors.admin_token_file")
             self._admin = AdminDoor(self._health, token, self._start_drain)
@@ -109,14 +114,12 @@ class Sidecar:
         gc.freeze()
         # Requests make no cycles; their objects die by reference count, so look less often.
         gc.set_threshold(10_000, 20, 20)
-        from proxy.sm4.cipher import TIER  # noqa: PLC0415 - after the doors are open
-
         log.info(
             "serving: app=%s sealed=%s admin=%s sm4=%s audit=%s",
             doors.app or "off",
             doors.sealed if keys is not None else "off",
             doors.admin or "off",
-            TIER,
+            tier(),
             "on" if context.audit is not None else "off",
         )
 

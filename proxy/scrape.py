@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 
 from kernels.wire import AVAILABLE
-from proxy.sm4.cipher import TIER
+from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ class Collector:
             "Sealed bytes held before verification.",
             value=context.budget.held_bytes,
         )
-        yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": TIER})
+        yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": tier()})
         readers = "c" if AVAILABLE else "pure"
         yield InfoMetricFamily("tongguan_proxy_readers", "Who reads.", value={"wire": readers})
         if context.receiver is not None:

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ("AVAILABLE", "TIER", "TIERS", "InvalidTag", "Sm4Gcm")
+__all__ = ("AVAILABLE", "TIER", "TIERS", "Frames", "InvalidTag", "Sm4Gcm")
 
 try:
-    from kernels.sm4._sm4 import InvalidTag, Sm4Gcm, tiers
+    from kernels.sm4._sm4 import Frames, InvalidTag, Sm4Gcm, tiers
 except ImportError:
     if not TYPE_CHECKING:
 
         class InvalidTag(ValueError):  # noqa: N818 - as in the extension
             """What was opened is not what was sealed."""
+
+        class Frames:
+            """Stands for the stream type of the extension that was not built."""
+
+            def __init__(self, *_args: object) -> None:
+                raise RuntimeError("kernels.sm4 was installed without its extension")
 
         class Sm4Gcm:
             """Stands for the key type of the extension that was not built."""

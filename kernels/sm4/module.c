@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "frames.h"
 #include "sm4.h"
 
 enum { UNLOCKED_ABOVE = 64 << 10, KEY_ALIGNMENT = 64 };
@@ -543,7 +544,7 @@ static int module_exec(PyObject *module)
     /* The only way to make one: no instance exists without a key. */
     state->cipher->tp_vectorcall = cipher_vectorcall;
     return PyModule_AddObjectRef(module, "InvalidTag", state->invalid_tag) < 0 ||
-                   PyModule_AddType(module, state->cipher) < 0
+                   PyModule_AddType(module, state->cipher) < 0 || sm4_frames_add(module) < 0
                ? -1
                : 0;
 }

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import binascii
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from proxy.sm4.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES, TagError, aead
+from proxy.sm4.cipher import (
+    KEY_BYTES,
+    NONCE_BYTES,
+    TAG_BYTES,
+    TagError,
+    aead,
+    native_frames,
+)
 from proxy.sm4.envelope import HEADER_BYTES, EnvelopeError, pad, unpad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from proxy.sm4.cipher import Aead, Buffer
     from proxy.sm4.digest import HmacSm3
 
 LAST = 1 << 31
@@ -39,49 +47,88 @@ _TO_URL = bytes.maketrans(b"+/", b"-_")
 _FROM_URL = bytes.maketrans(b"-_", b"+/")
 
 
+class Frames(Protocol):
+    """The frames of one stream, in order: sealed or opened, not both. `kernels.sm4.Frames` is one.
+
+    RuntimeError: the last frame has been. OverflowError: a stream has at most 2^32 frames.
+    """
+
+    def seal(self, data: bytes, unit: int, last: bool, as_event: bool, /) -> bytes:  # noqa: FBT001
+        """Return the next frame, padded to a multiple of `unit` bytes, or its SSE event.
+
+        Raises ValueError where it does not fit.
+        """
+        ...
+
+    def open(self, sealed: Buffer, last: bool, /) -> bytes:  # noqa: FBT001
+        """Return the next frame's padded data; raises `TagError`."""
+        ...
+
+
+class PureFrames:
+    """`Frames` over any cipher."""
+
+    __slots__ = ("_aad", "_cipher", "_counter", "_ended", "_mask")
+
+    def __init__(self, cipher: Aead, mask: bytes, aad: bytes) -> None:
+        self._cipher = cipher
+        self._mask: tuple[bytes, int, int] = _NONCE.unpack(mask)
+        self._aad = aad
+        self._counter = 0
+        self._ended = False
+
+    def _next(self, *, last: bool) -> tuple[bytes, bytes]:
+        counter = self._counter
+        if self._ended:
+            raise RuntimeError("the last frame has been")
+        if counter > _COUNTER_MAX:
+            raise OverflowError("a stream has at most 2^32 frames")
+        zeros, counted, ended = self._mask
+        self._counter = counter + 1
+        self._ended = last
+        nonce = _NONCE.pack(zeros, counter ^ counted, last ^ ended)
+        return nonce, b"" if counter else self._aad
+
+    def seal(self, data: bytes, unit: int, last: bool, as_event: bool, /) -> bytes:  # noqa: FBT001
+        """See `Frames.seal`."""
+        padded = pad(data, unit)
+        size = len(padded) + TAG_BYTES
+        if size > FRAME_SEALED_MAX:
+            raise ValueError("the data does not fit in a frame")
+        nonce, aad = self._next(last=last)
+        frame = _U32(size | LAST if last else size) + self._cipher.seal(nonce, padded, aad)
+        return sse_event(frame) if as_event else frame
+
+    def open(self, sealed: Buffer, last: bool, /) -> bytes:  # noqa: FBT001
+        """See `Frames.open`."""
+        nonce, aad = self._next(last=last)
+        return self._cipher.open(nonce, sealed, aad)
+
+
 class StreamCipher:
     """Seals or opens the frames of one stream, in order."""
 
-    __slots__ = ("_aad", "_cipher", "_counter", "_mask", "ended")
+    __slots__ = ("frames",)
 
     def __init__(
         self, base: HmacSm3, suite: int, aad: bytes, nonce: bytes, request_nonce: bytes = b""
     ) -> None:
         key, mask = stream_secrets(base, suite, nonce, request_nonce)
-        self._cipher = aead(suite, key)
-        self._mask: tuple[bytes, int, int] = _NONCE.unpack(mask)
-        self._aad = aad
-        self._counter = 0
-        self.ended = False
-
-    def _next_nonce(self, *, last: bool) -> tuple[bytes, bytes]:
-        assert not self.ended
-        counter = self._counter
-        if counter > _COUNTER_MAX:
-            raise OverflowError("a stream has at most 2^32 frames")
-        zeros, counted, ended = self._mask
-        self._counter = counter + 1
-        self.ended = last
-        nonce = _NONCE.pack(zeros, counter ^ counted, last ^ ended)
-        return nonce, b"" if counter else self._aad
+        native = native_frames(suite, key, mask, aad)
+        self.frames: Frames = native or PureFrames(aead(suite, key), mask, aad)
 
     def seal(self, data: bytes, unit: int, *, last: bool) -> bytes:
-        """Return the next frame with `data` padded to a multiple of `unit` bytes."""
-        nonce, aad = self._next_nonce(last=last)
-        sealed = self._cipher.seal(nonce, pad(data, unit), aad)
-        size = len(sealed)
-        assert FRAME_SEALED_MIN <= size <= FRAME_SEALED_MAX
-        return _U32(size | LAST if last else size) + sealed
+        """Return the next frame; see `Frames.seal`."""
+        return self.frames.seal(data, unit, last, False)
 
-    def open_padded(self, sealed: bytes, *, last: bool) -> bytes:
+    def open_padded(self, sealed: Buffer, *, last: bool) -> bytes:
         """Return the next frame's padded data; raises `EnvelopeError` bad_tag."""
         try:
-            nonce, aad = self._next_nonce(last=last)
-            return self._cipher.open(nonce, sealed, aad)
+            return self.frames.open(sealed, last)
         except (TagError, OverflowError):
             raise EnvelopeError("bad_tag") from None
 
-    def open(self, sealed: bytes, *, last: bool) -> bytes:
+    def open(self, sealed: Buffer, *, last: bool) -> bytes:
         """Return the next frame's data; raises `EnvelopeError` bad_tag or bad_padding."""
         return unpad(self.open_padded(sealed, last=last))
 
@@ -154,6 +201,11 @@ def sse_event(payload: bytes) -> bytes:
     """Return the SSE event that carries a header or one frame."""
     text = binascii.b2a_base64(payload, newline=False).translate(_TO_URL).rstrip(b"=")
     return b"data: %b\n\n" % text
+
+
+def sse_payload_bytes(event_bytes: int) -> int:
+    """Return how many bytes an event of that many carries."""
+    return (event_bytes - 8) * 3 // 4
 
 
 def _decode_base64url(text: bytes) -> bytes:

@@ -34,6 +34,7 @@ from proxy.sm4.frames import (
     StreamCipher,
     frame_data_max,
     sse_event,
+    sse_payload_bytes,
 )
 from proxy.sm4.keyring import Derived, is_id
 
@@ -56,13 +57,13 @@ class StreamSealer:
 
     __slots__ = (
         "_aad",
-        "_carrier",
-        "_cipher",
+        "_as_event",
         "_data_max",
         "_derived",
         "_digest",
         "_first",
         "_header",
+        "_seal",
         "_unit",
         "_with_mac",
     )
@@ -79,12 +80,12 @@ class StreamSealer:
         request_nonce: bytes = b"",
     ) -> None:
         base = derived.response_streams if request_nonce else derived.request_streams
-        self._cipher = StreamCipher(base, header.suite, aad, header.nonce, request_nonce)
+        self._seal = StreamCipher(base, header.suite, aad, header.nonce, request_nonce).frames.seal
         self._header = header.encode()
         self._aad = aad
         self._derived = derived
         self._with_mac = bool(header.flags & MAC)
-        self._carrier = carrier
+        self._as_event = carrier == "sse"
         self._unit = unit
         self._data_max = frame_data_max(
             unit, SSE_SEALED_MAX if carrier == "sse" else FRAME_SEALED_MAX
@@ -98,17 +99,15 @@ class StreamSealer:
             self._digest = new_digest(derived.key.digest)
             self._digest.update(prelude)
 
-    def _carry(self, payload: bytes) -> bytes:
-        return sse_event(payload) if self._carrier == "sse" else payload
-
-    def _frame(self, data: bytes, *, last: bool = False) -> bytes:
-        frame = self._cipher.seal(data, self._unit, last=last)
-        self._derived.count(len(frame))
-        return self._carry(frame)
+    def _frame(self, data: bytes, last: bool = False) -> bytes:  # noqa: FBT001, FBT002 - as below
+        frame = self._seal(data, self._unit, last, self._as_event)
+        size = len(frame)
+        self._derived.sealed_bytes += sse_payload_bytes(size) if self._as_event else size
+        return frame
 
     def head(self) -> bytes:
         """Return what comes first: the header."""
-        return self._carry(self._header)
+        return sse_event(self._header) if self._as_event else self._header
 
     def data(self, body: bytes) -> bytes:
         """Return frames with these body bytes; the first call brings the prelude too.
@@ -117,7 +116,9 @@ class StreamSealer:
         """
         if self._digest is not None:
             self._digest.update(body)
-        whole, self._first = self._first + body, b""
+        whole = body
+        if self._first:
+            whole, self._first = self._first + body, b""
         size = self._data_max
         if 0 < len(whole) <= size:
             return self._frame(whole)
@@ -136,7 +137,7 @@ class StreamSealer:
         while len(whole) > self._data_max - len(trailer):
             frames.append(self._frame(whole[: self._data_max]))
             whole = whole[self._data_max :]
-        frames.append(self._frame(whole + trailer, last=True))
+        frames.append(self._frame(whole + trailer, True))
         return b"".join(frames)
 
 

@@ -19,7 +19,7 @@ from proxy.config import Settings, load
 from proxy.context import Context
 from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram
 from proxy.scrape import Collector
-from proxy.sm4.cipher import TIER
+from proxy.sm4.cipher import tier
 from proxy.sm4.envelope import REASONS
 from tests.unit.proxy.audit_chains import config, request, run
 from tests.unit.proxy.sm4_kit import NOW_MS, make_receiver
@@ -178,7 +178,7 @@ def test_a_scrape_is_read_by_prometheus_own_parser(full):
     assert value(full, "tongguan_proxy_audit_records_total") == 2
     assert value(full, "tongguan_proxy_audit_available") == 1
     assert value(full, "tongguan_proxy_live_kids") == 1
-    assert value(full, "tongguan_proxy_sm4_info", tier=TIER) == 1
+    assert value(full, "tongguan_proxy_sm4_info", tier=tier()) == 1
 
 
 def test_every_limit_shows_also_those_counted_elsewhere(full):
@@ -220,7 +220,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "pool": set(POOLS),
         "limit": {*LIMITS, "doors.connections", "audit.observed_bytes"},
         "reason": set(REASONS),
-        "tier": {TIER},
+        "tier": {tier()},
         "wire": {"c", "pure"},
         "le": {*map(str, BOUNDS_S), "+Inf"},
     }
