@@ -4,7 +4,7 @@ The head holds a fresh 32-byte segment key, wrapped to the auditor's X25519 key;
 ids of one record each, SM4-GCM under a data key of their own. Integers are little-endian. Whoever
 holds the pod's keys but not the auditor's private key cannot read an entry once written.
 
-Pure, but for the caller's random bytes; X25519 and SM4 come from `cryptography`, when first used.
+Pure, but for the caller's random bytes; X25519 comes from `cryptography`, when first used.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def make_head(
     fixed = HEAD.pack(MAGIC, WRAP_X25519, first_seq, auditor_key_id(public), ephemeral, bytes(48))[
         :-48
     ]
-    return fixed + aead(SM4_GCM, key).seal(_NONCE, segment_key, fixed)
+    return fixed + aead(SM4_GCM, key, one_message=True).seal(_NONCE, segment_key, fixed)
 
 
 def open_head(head: bytes, origin: str, first_seq: int, auditor_private: bytes) -> bytes:
@@ -127,7 +127,7 @@ def open_head(head: bytes, origin: str, first_seq: int, auditor_private: bytes) 
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(ephemeral))
         key = _wrap_key(shared, ephemeral, public, origin)
-        return aead(SM4_GCM, key).open(_NONCE, sealed, head[:-48])
+        return aead(SM4_GCM, key, one_message=True).open(_NONCE, sealed, head[:-48])
     except (TagError, ValueError):
         raise IdsError("the segment key does not open: the head was changed") from None
 
@@ -153,7 +153,7 @@ class SegmentIds:
     def seal(self, seq: int, packed: bytes) -> tuple[str, bytes]:
         """Return (commitment hex, entry) of one record's packed ids."""
         key = self.data_key(seq)
-        sealed = aead(SM4_GCM, key).seal(_NONCE, packed, b"")
+        sealed = aead(SM4_GCM, key, one_message=True).seal(_NONCE, packed, b"")
         return commitment(key, packed), struct.pack("<I", len(sealed)) + sealed
 
     def open(self, seq: int, entry: bytes) -> bytes:
@@ -162,7 +162,8 @@ class SegmentIds:
         if length < 16 or len(entry) != 4 + length:
             raise IdsError("the entry is cut")
         try:
-            return aead(SM4_GCM, self.data_key(seq)).open(_NONCE, entry[4:], b"")
+            cipher = aead(SM4_GCM, self.data_key(seq), one_message=True)
+            return cipher.open(_NONCE, entry[4:], b"")
         except TagError:
             raise IdsError("the entry does not open: it was changed or moved") from None
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels import sm4
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "numpy", "httpx", "starlette", "uvicorn", "mitmproxy", "agent", "click")
 
@@ -25,6 +27,30 @@ def loaded_after(statement: str) -> set[str]:
 )
 def test_sidecar_module_loads_nothing_heavy(module: str) -> None:
     assert loaded_after(f"import {module}") & set(HEAVY) == set()
+
+
+CHANNEL = """
+from kernels import sm4
+from proxy.sm4.keyring import EnvelopeKey, Keyring
+from proxy.sm4.frames import StreamCipher
+from proxy.sm4.cipher import choose_tier
+choose_tier({tier!r})
+key = EnvelopeKey(kid=bytes(8), root=bytes(32), client="c", audience="a", tenant="t",
+                  suite={suite}, digest="sha256", not_before_ms=0, not_after_ms=1)
+derived = Keyring([key]).get(key.kid)
+derived.request.open(bytes(12), derived.request.seal(bytes(12), b"body", b""), b"")
+StreamCipher(derived.response_streams, {suite}, b"", bytes(12)).seal(b"token", 512, last=True)
+"""
+
+
+@pytest.mark.skipif(not sm4.AVAILABLE, reason="capability: kernels.sm4 was built")
+def test_the_sm4_channel_does_not_load_cryptography() -> None:
+    assert "cryptography" not in loaded_after(CHANNEL.format(suite=1, tier="auto"))
+
+
+@pytest.mark.parametrize(("suite", "tier"), [(2, "auto"), (1, "cryptography")])
+def test_what_needs_cryptography_loads_it(suite: int, tier: str) -> None:
+    assert "cryptography" in loaded_after(CHANNEL.format(suite=suite, tier=tier))
 
 
 def test_heavy_modules_would_be_seen() -> None:
