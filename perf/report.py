@@ -20,17 +20,46 @@ DISTURBED = 0.10  # above this share of waiting a latency means nothing; CPU tim
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One promise: `value` must be at most `limit`. An absent value fails: nothing was measured."""
+    """One promise: `value` is at most (`at_least`: at least) `limit`.
+
+    An absent value fails: nothing was measured.
+    """
 
     name: str
     value: float | None
     limit: float
     unit: str
+    at_least: bool = False
 
     @property
     def ok(self) -> bool:
         """Say whether the promise holds."""
-        return self.value is not None and self.value <= self.limit
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def gate_lines(gates: Iterable[Gate]) -> list[str]:
+    """Return one line of text a gate."""
+    lines = []
+    for gate in gates:
+        word = "ok    " if gate.ok else "MISSED"
+        value = "not measured" if gate.value is None else f"{gate.value:.3g} {gate.unit}"
+        bound = "at least" if gate.at_least else "at most"
+        lines.append(f"{word} {gate.name}: {value} ({bound} {gate.limit:.3g} {gate.unit})")
+    return lines
+
+
+def gate_row(gate: Gate) -> dict[str, float | str | bool | None]:
+    """Return a gate as plain data."""
+    return {
+        "name": gate.name,
+        "value": gate.value,
+        "limit": gate.limit,
+        "unit": gate.unit,
+        "at_least": gate.at_least,
+        "ok": gate.ok,
+    }
 
 
 def quiet_half(rounds: Iterable[Round]) -> list[Round]:

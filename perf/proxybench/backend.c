@@ -1,6 +1,7 @@
 // A fake engine: one thread, epoll, HTTP/1.1. The "model" string of the JSON body picks its answer:
 //   m-json          1 KB JSON answer with Content-Length (also for any other name)
 //   m-n<N>-g<MS>    chunked SSE, N events of about 200 bytes, MS ms apart (0: back to back)
+//   m-n<N>-u<US>    the same, US microseconds apart
 //   m-big<MB>       chunked stream of MB mebibytes, as fast as the peer reads
 //   m-die<N>        N events, then RST            m-cut<N>  N events, then FIN without a last chunk
 //   m-hang          head and one event, then silence
@@ -13,10 +14,12 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -29,8 +32,8 @@ typedef struct {
     char *in, *out;
     size_t in_len, in_cap, out_len, out_off, out_cap;
     enum mode mode;
-    int events, sent, gap_ms;
-    long long next_ns, big_left;
+    int events, sent;
+    long long gap_ns, next_ns, big_left;
 } Conn;
 
 static Conn *conns[FDS];
@@ -136,9 +139,9 @@ static int pump(Conn *c) {
         if (state <= 0) return state;
     }
     while (c->sent < c->events) {
-        if (c->gap_ms) {
+        if (c->gap_ns) {
             if (now_ns() < c->next_ns) return 0;
-            c->next_ns += c->gap_ms * 1000000LL;
+            c->next_ns += c->gap_ns;
         }
         int state = put_event(c);
         if (state <= 0) return state;
@@ -185,13 +188,14 @@ static int serve(Conn *c, const char *body, size_t len) {
     int a, b;
     requests++;
     model_of(body, len, model);
-    c->sent = 0, c->gap_ms = 2, c->mode = EVENTS_MODE;
-    if (sscanf(model, "m-n%d-g%d", &a, &b) == 2) c->events = a, c->gap_ms = b;
+    c->sent = 0, c->gap_ns = 2000000, c->mode = EVENTS_MODE;
+    if (sscanf(model, "m-n%d-g%d", &a, &b) == 2) c->events = a, c->gap_ns = b * 1000000LL;
+    else if (sscanf(model, "m-n%d-u%d", &a, &b) == 2) c->events = a, c->gap_ns = b * 1000LL;
     else if (sscanf(model, "m-big%d", &a) == 1)
         c->mode = BIG_MODE, c->big_left = (long long)a << 20;
     else if (sscanf(model, "m-die%d", &a) == 1) c->mode = DIE_MODE, c->events = a;
     else if (sscanf(model, "m-cut%d", &a) == 1) c->mode = CUT_MODE, c->events = a;
-    else if (!strcmp(model, "m-hang")) c->mode = HANG_MODE, c->events = 1, c->gap_ms = 0;
+    else if (!strcmp(model, "m-hang")) c->mode = HANG_MODE, c->events = 1, c->gap_ns = 0;
     else return done++, put_json(c, answer, answer_len);
     put(c, head, sizeof head - 1);
     c->streaming = 1;
@@ -275,16 +279,23 @@ static void ready(Conn *c, unsigned events) {
 }
 
 static int timed(const Conn *c) {
-    return c->mode != BIG_MODE && c->gap_ms && c->sent <= c->events && c->out_off == c->out_len;
+    return c->mode != BIG_MODE && c->gap_ns && c->sent <= c->events && c->out_off == c->out_len;
 }
 
-static int wait_ms(void) {
+// Waits until something can be read or written, or a stream's next event is due.
+static int wait_events(struct epoll_event *events) {
     long long best = -1, now = now_ns();
     for (int i = 0; i < stream_count; i++) {
         const Conn *c = conns[streams[i]];
         if (timed(c) && (best < 0 || c->next_ns < best)) best = c->next_ns;
     }
-    return best < 0 ? -1 : best <= now ? 0 : (int)((best - now) / 1000000);
+    if (best < 0) return epoll_wait(ep, events, EVENTS, -1);
+    if (best > now) {  // epoll_wait counts in ms; gaps may be shorter
+        struct timespec left = {(best - now) / 1000000000LL, (best - now) % 1000000000LL};
+        struct pollfd own = {.fd = ep, .events = POLLIN};
+        ppoll(&own, 1, &left, NULL);
+    }
+    return epoll_wait(ep, events, EVENTS, 0);
 }
 
 int main(int argc, char **argv) {
@@ -309,11 +320,12 @@ int main(int argc, char **argv) {
                           "\"prompt_tokens\":12,\"completion_tokens\":140,\"total_tokens\":152},"
                           "\"system_fingerprint\":\"fp_0123456789\"}",
                           text);
+    prctl(PR_SET_TIMERSLACK, 1UL);  // by default a sleep may take 50 us longer
     ep = epoll_create1(0);
     struct epoll_event event = {.events = EPOLLIN, .data.fd = listener};
     epoll_ctl(ep, EPOLL_CTL_ADD, listener, &event);
     for (struct epoll_event events[EVENTS];;) {
-        int n = epoll_wait(ep, events, EVENTS, wait_ms());
+        int n = wait_events(events);
         for (int i = 0; i < n; i++) {
             int fd = events[i].data.fd;
             if (fd == listener) accept_all(listener);

@@ -1,0 +1,369 @@
+"""What the SM4 channel costs end to end: one sidecar, asked in clear, under SM4 and under AES-256.
+
+    python -m perf.channel [--rounds N] [--json FILE]
+
+The sidecar runs on core 0; client and fake engine on core 1. Every request is a 4 KiB prompt, every
+answer a stream. Method and traps: perf/README.md.
+Exit codes: 0 every gate holds, 1 a gate is missed, 2 the run could not be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perf import machine, peers, process, report
+from perf.process import PeerError
+from proxy.keys.file import read
+from proxy.sm4 import cipher
+from proxy.sm4.answer import AnswerOpener
+from proxy.sm4.envelope import MEDIA_TYPE, RequestPrelude
+from proxy.sm4.keyring import Derived, Keyring
+from proxy.sm4.sealer import EVENT_STREAM, RequestSealer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PEER_CORE, LOAD_CORE = 0, 1
+PORT_BASE = 21100
+PROMPT_BYTES = 4096
+PLAIN, SM4, AES = "plaintext", "sm4", "aes-256"
+PATH = "/v1/chat/completions"
+END = b"\r\n0\r\n\r\n"
+ANSWER_BYTES_MAX = 1 << 20
+CLIENT_TIMEOUT_S = 30.0
+# name: the engine's model, events in an answer, requests of one round.
+PACES = {
+    "paced": ("m-n200-u41", 200, 24),  # 8.2 ms in clear
+    "back to back": ("m-n200-g0", 200, 24),
+    "10 ms gaps": ("m-n20-g10", 20, 3),
+}
+GATED = "paced"
+# SM4's promises in the paced test.
+ADDED_MS = 0.4
+LATENCY_TO_PLAIN, CPU_TO_PLAIN, TO_AES = 1.05, 1.25, 1.0
+# Two equal medians differ by chance: the comparison with AES is refused above this.
+NOISE = 1.02
+
+Figures = dict[str, float]
+Results = dict[str, dict[str, list[Figures]]]
+
+
+class Sealing:
+    """Makes requests of one suite, and opens an answer to see that it is whole."""
+
+    def __init__(self, keys: Path) -> None:
+        key = read(keys).envelope_keys[0]
+        derived = Keyring([key]).get(key.kid)
+        assert derived is not None
+        self._derived: Derived = derived
+        self._sealer: RequestSealer | None = None
+
+    def request(self, host: str, model: str, body: bytes) -> bytes:
+        """Return one request as it goes on the wire."""
+        self._sealer = RequestSealer(
+            self._derived,
+            model=model,
+            mac=False,
+            nonce=os.urandom(12),
+            now_ms=time.time_ns() // 1_000_000,
+        )
+        prelude = RequestPrelude("POST", PATH, "application/json", "")
+        sealed = self._sealer.single(prelude, body)
+        kind = f"{MEDIA_TYPE}\r\nX-Model-Id: {model}"
+        return _request(host, kind, sealed)
+
+    def events(self, answer: bytes) -> int:
+        """Return the events in the answer to the last request made; raises EnvelopeError."""
+        assert self._sealer is not None
+        opener = AnswerOpener(self._sealer, EVENT_STREAM, None)
+        whole = b"".join(opener.feed(answer)) + opener.finish()
+        assert opener.prelude is not None
+        return whole.count(b"data: ") if opener.prelude.status == 200 else 0
+
+
+def _request(host: str, kind: str, body: bytes) -> bytes:
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\n"
+        f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Caller:
+    """One contestant: a connection to a door, and requests made before they are timed."""
+
+    def __init__(self, port: int, sealing: Sealing | None) -> None:
+        self._sealing = sealing
+        self._host = f"127.0.0.1:{port}"
+        self._socket = socket.create_connection(("127.0.0.1", port), CLIENT_TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = bytearray(ANSWER_BYTES_MAX)
+        self._view = memoryview(self._buffer)
+        self._length = 0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def requests(self, model: str, count: int) -> list[bytes]:
+        """Return requests, each with a nonce of its own."""
+        text = "a" * PROMPT_BYTES
+        message = {"role": "user", "content": text}
+        body = json.dumps({"model": model, "stream": True, "messages": [message]}).encode()
+        if self._sealing is None:
+            return [_request(self._host, "application/json", body)] * count
+        return [self._sealing.request(self._host, model, body) for _ in range(count)]
+
+    def ask(self, request: bytes) -> int:
+        """Send a request, read its answer to the end; return the ns that took."""
+        buffer, view, receive = self._buffer, self._view, self._socket.recv_into
+        length = 0
+        start = time.perf_counter_ns()
+        self._socket.sendall(request)
+        while True:
+            got = receive(view[length:])
+            if not got:
+                raise PeerError("the sidecar closed the connection")
+            length += got
+            if buffer.endswith(END, 0, length):
+                break
+        spent = time.perf_counter_ns() - start
+        self._length = length
+        return spent
+
+    def check(self, events: int) -> None:
+        """Raise PeerError unless the last answer is a 200 with all events and [DONE]."""
+        head, _, rest = bytes(self._buffer[: self._length]).partition(b"\r\n\r\n")
+        body = _unchunked(rest)
+        seen = body.count(b"data: ") if self._sealing is None else self._sealing.events(body)
+        if not head.startswith(b"HTTP/1.1 200") or seen != events + 1:
+            raise PeerError(f"an answer has {seen} events instead of {events + 1}")
+
+
+def _unchunked(data: bytes) -> bytes:
+    parts, at = [], 0
+    while True:
+        end = data.index(b"\r\n", at)
+        size = int(data[at:end], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(data[end + 2 : end + 2 + size])
+        at = end + 4 + size
+
+
+def make_keys(folder: Path) -> dict[str, Path]:
+    """Make keys of both suites for one receiver; return the client's files, and the sidecar's."""
+    files = {}
+    documents = []
+    for suite, name in (("1", SM4), ("2", AES)):
+        target = folder / f"keys-{name}"
+        words = ["keys", "new", "--dir", str(target), "--suite", suite, "--force"]
+        words += ["--audience", "local/default/bench"]
+        script = "from proxy.cli import main; main()"
+        command = [sys.executable, "-c", script, *words]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, cwd=peers.HERE.parent
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise PeerError(f"keys could not be made: {lines[-1] if lines else done.returncode}")
+        files[name] = target / "client.json"
+        documents.append(json.loads((target / "sidecar.json").read_text()))
+    first, second = documents
+    first["envelope_keys"] += second["envelope_keys"]
+    both = folder / "sidecar.json"
+    both.touch(0o600)
+    both.write_text(json.dumps(first))
+    return files | {"sidecar": both}
+
+
+def configure(ports: peers.Ports, keys: Path, tier: str) -> list[str]:
+    """Write the settings (shipped defaults but for places and ports); return the command."""
+    folder = ports.folder / "channel"
+    engine = f'endpoints = ["http://127.0.0.1:{ports.backend}"]'
+    config = folder / "tongguan.toml"
+    config.write_text(
+        f'[doors]\napp = "127.0.0.1:{ports.backend + 40}"\n'
+        f'sealed = "127.0.0.1:{ports.sealed}"\nadmin = "127.0.0.1:{ports.admin}"\n'
+        + "".join(f"[pools.{pool}]\n{engine}\n" for pool in ("dedicated", "shared", "best_effort"))
+        + f'[keys]\nfile = "{keys}"\n[audit]\ndir = "{folder / "audit"}"\n'
+        + f'[envelope]\nsm4_tier = "{tier}"\n',
+        encoding="utf-8",
+    )
+    return [sys.executable, "-m", "proxy", "--config", str(config)]
+
+
+@contextlib.contextmanager
+def running(ports: peers.Ports, tier: str) -> Iterator[tuple[int, dict[str, Path]]]:
+    """Run engine and sidecar; yield (the sidecar's pid, the clients' key files)."""
+    folder = ports.folder / "channel"
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    folder.mkdir()
+    keys = make_keys(folder)
+    command = configure(ports, keys["sidecar"], tier)
+    engine_log, log = folder / "backend.log", folder / "sidecar.log"
+    environment = {"PYTHONPATH": str(peers.HERE.parent)}
+    engine = process.spawn([str(peers.WORK / "backend"), str(ports.backend)], LOAD_CORE, engine_log)
+    try:
+        process.wait_until(lambda: process.ask(ports.backend) == 200, engine, engine_log)
+        sidecar = process.spawn(command, PEER_CORE, log, environment)
+        try:
+            process.wait_until(
+                lambda: process.ask(ports.admin, path="/readyz", get=True) == 200, sidecar, log
+            )
+            yield sidecar.pid, keys
+        finally:
+            process.stop(sidecar)
+    finally:
+        process.stop(engine)
+
+
+def one_round(caller: Caller, pace: str, pid: int) -> Figures:
+    """Return one contestant's latency and the sidecar's CPU time, ms a request."""
+    model, events, count = PACES[pace]
+    requests = caller.requests(model, count)
+    before = process.cpu_ns(pid)
+    spent = [caller.ask(request) for request in requests]
+    after = process.cpu_ns(pid)
+    caller.check(events)
+    return {
+        "total": count,
+        "latency_ms": statistics.median(spent) / 1e6,
+        "cpu_ms": (after[0] - before[0]) / count / 1e6,
+        "wait": (after[1] - before[1]) / max(1, sum(spent)),
+    }
+
+
+def measure(callers: dict[str, Caller], pid: int, number: int) -> Results:
+    """Return figures of interleaved rounds by pace and contestant."""
+    results: Results = {pace: {name: [] for name in callers} for pace in PACES}
+    for pace in PACES:
+        for caller in callers.values():  # caches, connections, key schedules
+            one_round(caller, pace, pid)
+    for done in range(number):
+        for pace in PACES:
+            for name, caller in callers.items():
+                results[pace][name].append(one_round(caller, pace, pid))
+        sys.stderr.write(f"round {done + 1} of {number} done\n")
+    return results
+
+
+def compare(rounds: dict[str, list[Figures]]) -> dict[str, float]:
+    """Return medians of differences and ratios within rounds, the quiet half of them."""
+    order = range(len(rounds[PLAIN]))
+    quiet = sorted(order, key=lambda i: sum(own[i]["wait"] for own in rounds.values()))
+    kept = quiet[: (len(quiet) + 1) // 2]
+    found = {}
+    for metric in ("latency_ms", "cpu_ms"):
+        value = {name: [own[i][metric] for i in kept] for name, own in rounds.items()}
+        for name, own in value.items():
+            found[f"{name} {metric}"] = statistics.median(own)
+        for name, base in ((SM4, PLAIN), (AES, PLAIN), (SM4, AES)):
+            pairs = list(zip(value[name], value[base], strict=True))
+            found[f"{name} / {base} {metric}"] = statistics.median(a / b for a, b in pairs)
+            found[f"{name} - {base} {metric}"] = statistics.median(a - b for a, b in pairs)
+    return found
+
+
+def gates(found: dict[str, float]) -> list[report.Gate]:
+    """Return SM4's promises over the paced test."""
+    rows = (
+        (f"{SM4} - {PLAIN} latency_ms", ADDED_MS, "ms"),
+        (f"{SM4} / {PLAIN} latency_ms", LATENCY_TO_PLAIN, "x"),
+        (f"{SM4} / {PLAIN} cpu_ms", CPU_TO_PLAIN, "x"),
+        (f"{SM4} / {AES} latency_ms", TO_AES * NOISE, "x"),
+        (f"{SM4} / {AES} cpu_ms", TO_AES * NOISE, "x"),
+    )
+    return [report.Gate(name, found.get(name), limit, unit) for name, limit, unit in rows]
+
+
+def show(outcome: dict[str, Any], found: list[report.Gate]) -> str:
+    """Return the run as text."""
+    facts = outcome["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in outcome["versions"].items())
+    where = f"{facts['cpu']}, Python {facts['python']}, {versions}, commit {facts['commit']}"
+    lines = [f"{where}, tier {outcome['tier']}"]
+    columns = ["latency ms", "/ plain", "- plain", "CPU ms", "/ plain", "- plain"]
+    for pace, row in outcome["paces"].items():
+        body: list[list[float | str | None]] = []
+        for name in (PLAIN, SM4, AES):
+            cells: list[float | str | None] = [name]
+            for metric in ("latency_ms", "cpu_ms"):
+                cells.append(row[f"{name} {metric}"])
+                cells += [row.get(f"{name} {sign} {PLAIN} {metric}") for sign in "/-"]
+            body.append(cells)
+        lines += ["", report.table([f"{pace} ({PACES[pace][1]} events)", *columns], body)]
+    lines += ["", *report.gate_lines(found)]
+    return "\n".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the whole run."""
+    if len(os.sched_getaffinity(0)) < 2:
+        raise PeerError("two cores are needed: one for the sidecar, one for the load")
+    if own := peers.own_variables_set():
+        raise PeerError(f"unset {', '.join(own)}: shipped defaults are what is measured")
+    peers.build_tools()
+    ports = peers.Ports(arguments.port_base)
+    with running(ports, arguments.tier) as (pid, keys):
+        os.sched_setaffinity(0, {LOAD_CORE})
+        callers = {
+            PLAIN: Caller(ports.backend + 40, None),
+            SM4: Caller(ports.sealed, Sealing(keys[SM4])),
+            AES: Caller(ports.sealed, Sealing(keys[AES])),
+        }
+        try:
+            results = measure(callers, pid, arguments.rounds)
+        finally:
+            for caller in callers.values():
+                caller.close()
+    paces = {pace: compare(rounds) for pace, rounds in results.items()}
+    found = gates(paces[GATED])
+    outcome = {
+        "what": "perf.channel",
+        "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "machine": machine.facts(),
+        "versions": {"cryptography": version("cryptography")},
+        "tier": cipher.choose_tier(arguments.tier),
+        "parameters": {"rounds": arguments.rounds, "prompt_bytes": PROMPT_BYTES, "paces": PACES},
+        "paces": paces,
+        "gates": [report.gate_row(gate) for gate in found],
+        "rounds": results,
+    }
+    sys.stdout.write(show(outcome, found) + "\n")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(gate.ok for gate in found) else 1
+
+
+def main() -> int:
+    """Parse and run; what goes wrong is one line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.channel", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
+    parser.add_argument("--tier", default=cipher.AUTO, help="SM4 tier of the sidecar (auto)")
+    parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 43 ports")
+    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    try:
+        return run(parser.parse_args())
+    except (PeerError, subprocess.CalledProcessError, OSError) as problem:
+        sys.stderr.write(f"perf.channel: {problem}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
