@@ -12,28 +12,26 @@
 
 #define SM4_TARGET "avx2,pclmul,aes"
 
-#include <immintrin.h>
-
 #include "aes_constants.h"
+#include "blocks_x86.h"
 #include "cpu_x86.h"
 #include "sbox_constants.h"
 
-#define MIX_INLINE static inline __attribute__((always_inline, target(SM4_TARGET)))
 #define BOTH(...) _mm256_broadcastsi128_si256(_mm_setr_epi8(__VA_ARGS__))
 
 /* The map given by its tables, of a byte given by its nibbles. */
-MIX_INLINE __m256i mapped(__m256i low_nibble, __m256i high_nibble, __m256i low, __m256i high)
+TIER_INLINE __m256i mapped(__m256i low_nibble, __m256i high_nibble, __m256i low, __m256i high)
 {
     return _mm256_xor_si256(_mm256_shuffle_epi8(low, low_nibble),
                             _mm256_shuffle_epi8(high, high_nibble));
 }
 
-MIX_INLINE __m256i low_nibble(__m256i x)
+TIER_INLINE __m256i low_nibble(__m256i x)
 {
     return _mm256_and_si256(x, _mm256_set1_epi8(15));
 }
 
-MIX_INLINE __m256i high_nibble(__m256i x)
+TIER_INLINE __m256i high_nibble(__m256i x)
 {
     return _mm256_and_si256(_mm256_srli_epi32(x, 4), _mm256_set1_epi8(15));
 }
@@ -44,7 +42,7 @@ MIX_INLINE __m256i high_nibble(__m256i x)
 #define UNSHIFT_TURN BOTH(7, 0, 13, 10, 11, 4, 1, 14, 15, 8, 5, 2, 3, 12, 9, 6)
 
 /* AES's SubBytes and ShiftRows. */
-MIX_INLINE __m256i aes_substituted(__m256i x)
+TIER_INLINE __m256i aes_substituted(__m256i x)
 {
     const __m128i zero = _mm_setzero_si128();
     __m128i lower = _mm_aesenclast_si128(_mm256_castsi256_si128(x), zero);
@@ -53,7 +51,7 @@ MIX_INLINE __m256i aes_substituted(__m256i x)
     return _mm256_inserti128_si256(_mm256_castsi128_si256(lower), upper, 1);
 }
 
-MIX_INLINE __m256i sm4_mix(__m256i x)
+TIER_INLINE __m256i sm4_mix(__m256i x, __m256i word)
 {
     const __m256i a_low = BOTH(SM4_AES_A_LOW), a_high = BOTH(SM4_AES_A_HIGH);
     const __m256i d_low = BOTH(SM4_AES_D_LOW), d_high = BOTH(SM4_AES_D_HIGH);
@@ -65,22 +63,22 @@ MIX_INLINE __m256i sm4_mix(__m256i x)
                                  _mm256_shuffle_epi8(mapped(low, high, d_low, d_high), UNSHIFT_TURN));
 
     return _mm256_xor_si256(
-        f, _mm256_xor_si256(_mm256_shuffle_epi8(f, turn8), _mm256_shuffle_epi8(f, turn16)));
+        _mm256_xor_si256(word, f), _mm256_xor_si256(_mm256_shuffle_epi8(f, turn8), _mm256_shuffle_epi8(f, turn16)));
 }
 
-MIX_INLINE __m256i sm4_enter(__m256i x)
+TIER_INLINE __m256i sm4_enter(__m256i x)
 {
     return mapped(low_nibble(x), high_nibble(x), BOTH(SM4_AES_ENTER_LOW),
                   BOTH(SM4_AES_ENTER_HIGH));
 }
 
-MIX_INLINE __m256i sm4_leave(__m256i x)
+TIER_INLINE __m256i sm4_leave(__m256i x)
 {
     return mapped(low_nibble(x), high_nibble(x), BOTH(SM4_AES_LEAVE_LOW),
                   BOTH(SM4_AES_LEAVE_HIGH));
 }
 
-MIX_INLINE __m256i sm4_substitute(__m256i x)
+TIER_INLINE __m256i sm4_substitute(__m256i x)
 {
     x = aes_substituted(_mm256_xor_si256(sm4_enter(x), _mm256_set1_epi8(SM4_CONSTANT_IN)));
     return _mm256_shuffle_epi8(mapped(low_nibble(x), high_nibble(x), BOTH(SM4_AES_SBOX_LOW),
@@ -88,7 +86,7 @@ MIX_INLINE __m256i sm4_substitute(__m256i x)
                                UNSHIFT);
 }
 
-#include "avx2_gcm.h"
+#include "avx2.h"
 
 static int usable(void)
 {
@@ -97,25 +95,6 @@ static int usable(void)
     return (cpu_features() & wanted) == wanted;
 }
 
-static __attribute__((target(SM4_TARGET))) void expand(sm4_key *key, const uint8_t *raw)
-{
-    gcm_expand(key, raw);
-}
-
-static __attribute__((target(SM4_TARGET))) void powers(sm4_key *key, size_t message_bytes)
-{
-    ghash_expand(key, message_bytes);
-    gcm_own_keys(key);
-}
-
-static __attribute__((target(SM4_TARGET))) void gcm(const sm4_key *key, const uint8_t *nonce,
-                                                    const uint8_t *aad, size_t aad_length,
-                                                    const uint8_t *in, uint8_t *out, size_t length,
-                                                    uint8_t *tag, int seal)
-{
-    gcm_run(key, nonce, aad, aad_length, in, out, length, tag, seal);
-}
-
-const sm4_tier sm4_tier_aesni_avx2 = {"aesni-avx2", usable, powers, gcm, expand};
+GCM_TIER(sm4_tier_aesni_avx2, "aesni-avx2", usable, expand);
 
 #endif

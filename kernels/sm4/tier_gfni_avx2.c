@@ -10,75 +10,55 @@
 
 #if defined(__x86_64__)
 
-#define SM4_TARGET "avx2,pclmul,gfni"
+#define SM4_TARGET "avx2,pclmul,gfni,vpclmulqdq"
+#define SM4_TWO_LANES
 
-#include <immintrin.h>
-
+#include "blocks_x86.h"
 #include "cpu_x86.h"
 #include "sbox_constants.h"
 
-#define MIX_INLINE static inline __attribute__((always_inline, target(SM4_TARGET)))
-
-MIX_INLINE __m256i sm4_mix(__m256i x)
+TIER_INLINE __m256i sm4_mix(__m256i x, __m256i word)
 {
-    const __m256i a = _mm256_set1_epi64x(SM4_FOLD_A), d = _mm256_set1_epi64x(SM4_FOLD_D);
     const __m256i by8 = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(3, 0, 1, 2, 7, 4, 5, 6, 11, 8, 9, 10, 15, 12, 13, 14));
     const __m256i by16 = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    __m256i f = _mm256_gf2p8affineinv_epi64_epi8(x, a, SM4_CONSTANT_FOLD);
+    __m256i a = _mm256_gf2p8affineinv_epi64_epi8(x, _mm256_set1_epi64x(SM4_FOLD_A),
+                                                 SM4_CONSTANT_FOLD);
+    __m256i d = _mm256_gf2p8affineinv_epi64_epi8(x, _mm256_set1_epi64x(SM4_FOLD_D), 0);
+    __m256i f = _mm256_xor_si256(a, _mm256_shuffle_epi8(d, by8));
 
-    f = _mm256_xor_si256(
-        f, _mm256_shuffle_epi8(_mm256_gf2p8affineinv_epi64_epi8(x, d, 0), by8));
     return _mm256_xor_si256(
-        f, _mm256_xor_si256(_mm256_shuffle_epi8(f, by8), _mm256_shuffle_epi8(f, by16)));
+        _mm256_xor_si256(word, f),
+        _mm256_xor_si256(_mm256_shuffle_epi8(f, by8), _mm256_shuffle_epi8(f, by16)));
 }
 
-MIX_INLINE __m256i sm4_enter(__m256i x)
+TIER_INLINE __m256i sm4_enter(__m256i x)
 {
     return _mm256_gf2p8affine_epi64_epi8(x, _mm256_set1_epi64x(SM4_AFFINE_IN), 0);
 }
 
-MIX_INLINE __m256i sm4_leave(__m256i x)
+TIER_INLINE __m256i sm4_leave(__m256i x)
 {
     return _mm256_gf2p8affine_epi64_epi8(x, _mm256_set1_epi64x(SM4_AFFINE_IN_INVERSE), 0);
 }
 
-MIX_INLINE __m256i sm4_substitute(__m256i x)
+TIER_INLINE __m256i sm4_substitute(__m256i x)
 {
     x = _mm256_gf2p8affine_epi64_epi8(x, _mm256_set1_epi64x(SM4_AFFINE_IN), SM4_CONSTANT_IN);
     return _mm256_gf2p8affineinv_epi64_epi8(x, _mm256_set1_epi64x(SM4_AFFINE_OUT),
                                             SM4_CONSTANT_OUT);
 }
 
-#include "avx2_gcm.h"
+#include "avx2.h"
 
 static int usable(void)
 {
-    unsigned wanted = CPU_AVX2 | CPU_PCLMUL | CPU_GFNI;
+    unsigned wanted = CPU_AVX2 | CPU_PCLMUL | CPU_GFNI | CPU_VPCLMUL;
 
     return (cpu_features() & wanted) == wanted;
 }
 
-static __attribute__((target(SM4_TARGET))) void expand(sm4_key *key, const uint8_t *raw)
-{
-    gcm_expand(key, raw);
-}
-
-static __attribute__((target(SM4_TARGET))) void powers(sm4_key *key, size_t message_bytes)
-{
-    ghash_expand(key, message_bytes);
-    gcm_own_keys(key);
-}
-
-static __attribute__((target(SM4_TARGET))) void gcm(const sm4_key *key, const uint8_t *nonce,
-                                                    const uint8_t *aad, size_t aad_length,
-                                                    const uint8_t *in, uint8_t *out, size_t length,
-                                                    uint8_t *tag, int seal)
-{
-    gcm_run(key, nonce, aad, aad_length, in, out, length, tag, seal);
-}
-
-const sm4_tier sm4_tier_gfni_avx2 = {"gfni-avx2", usable, powers, gcm, expand};
+GCM_TIER(sm4_tier_gfni_avx2, "gfni-avx2", usable, expand);
 
 #endif
