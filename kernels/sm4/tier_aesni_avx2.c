@@ -17,7 +17,10 @@
 #include "cpu_x86.h"
 #include "sbox_constants.h"
 
-#define BOTH(...) _mm256_broadcastsi128_si256(_mm_setr_epi8(__VA_ARGS__))
+typedef uint8_t sixteen __attribute__((vector_size(16)));
+
+/* The same 16 bytes in both lanes. */
+#define BOTH(...) _mm256_broadcastsi128_si256((__m128i)(sixteen){__VA_ARGS__})
 
 /* The map given by its tables, of a byte given by its nibbles. */
 TIER_INLINE __m256i mapped(__m256i low_nibble, __m256i high_nibble, __m256i low, __m256i high)

@@ -2,7 +2,6 @@
  *
  *     sm4_driver                  names the tiers compiled in, and whether each is usable here
  *     sm4_driver TIER             cases on stdin, answers on stdout
- *     sm4_driver TIER bench       seals messages of some sizes; nanoseconds each
  *
  * A case, numbers in little-endian: u32 additional data's length, u32 length, u32 bytes for which
  * powers are made (0: any), u8 seal, u8 offset of the input, u8 offset of the output, u8 in place;
@@ -12,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "sm4.h"
 
@@ -80,64 +78,14 @@ static int answer(const sm4_tier *tier)
     return 1;
 }
 
-static void bench(const sm4_tier *tier)
-{
-    static const size_t lengths[] = {0, 16, 64, 112, 200, 256, 512, 1024, 4096, 65536, 1048576};
-    static uint8_t buffer[1048576], raw[SM4_BLOCK], nonce[SM4_NONCE], aad[32], tag[SM4_TAG];
-    sm4_key *key = aligned_alloc(64, (sizeof *key + 63) / 64 * 64);
-
-    if (key == NULL)
-        exit(3);
-    sm4_expand_key(key, raw);
-    tier->powers(key, 0);
-    for (int seal = 1; seal >= 0; seal--)
-        for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
-            size_t rounds = 100000000 / (lengths[i] * 2 + 2000) / 5;
-            double best = 1e9;
-
-            for (int again = 0; again < 7; again++) {
-                struct timespec begin, end;
-                double took;
-
-                clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
-                for (size_t j = 0; j < rounds; j++)
-                    tier->gcm(key, nonce, aad, sizeof aad, buffer, buffer, lengths[i], tag, seal);
-                clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
-                took = (double)(end.tv_sec - begin.tv_sec) * 1e9 +
-                       (double)(end.tv_nsec - begin.tv_nsec);
-                best = took / (double)rounds < best ? took / (double)rounds : best;
-            }
-            printf("%s %zu: %.0f ns, %.2f GB/s\n", seal ? "seal" : "open", lengths[i], best,
-                   (double)lengths[i] / best);
-        }
-    for (int again = 0; again < 3; again++) {
-        struct timespec begin, end;
-        enum { TIMES = 20000 };
-
-        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
-        for (int i = 0; i < TIMES; i++) {
-            (tier->expand != NULL ? tier->expand : sm4_expand_key)(key, raw);
-            tier->powers(key, 256);
-            raw[0] ^= key->h[0];
-        }
-        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
-        printf("key for 256 bytes: %.0f ns\n", ((double)(end.tv_sec - begin.tv_sec) * 1e9 +
-               (double)(end.tv_nsec - begin.tv_nsec)) / TIMES);
-    }
-    free(key);
-}
-
 int main(int count, char **arguments)
 {
     for (const sm4_tier *const *tier = tiers; *tier != NULL; tier++) {
         if (count == 1)
             printf("%s %s\n", (*tier)->name, (*tier)->usable() ? "usable" : "unusable");
         else if (strcmp(arguments[1], (*tier)->name) == 0) {
-            if (count > 2)
-                bench(*tier);
-            else
-                while (answer(*tier)) {
-                }
+            while (answer(*tier)) {
+            }
             return 0;
         }
     }
