@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 LOCK_NAME = ".lock"
 _CHAIN = re.compile(r"(\d{1,20})-[0-9a-f]{8}")
@@ -67,6 +70,19 @@ def chain_dirs(parent: Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raises OSError for anything else.
+
+    A handed-over directory is not trusted: a pipe or a device in it would be read for ever, and a
+    link could lead out of it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
 def filesystem_type(mountinfo: str, path: str) -> str | None:
     """Return the file system type under an absolute, resolved path (text of /proc/self/mountinfo).
 
@@ -103,7 +119,7 @@ def is_locked(chain: Path) -> bool:
     writer by asking again. Raises OSError other than for a missing file.
     """
     try:
-        fd = os.open(chain / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(chain / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import orjson
 
 from proxy.audit.chain import LINE_BYTES, ZERO_MAC
-from proxy.audit.layout import chain_dirs, is_locked, segments
+from proxy.audit.layout import chain_dirs, is_locked, open_regular, segments
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,7 @@ def find_tail(chain: Path) -> Tail:
         return Tail(f"{chain.name}/", 0, 0, hashlib.sha256().hexdigest(), -1, ZERO_MAC)
     last_seq, last_mac, offset = -1, ZERO_MAC, 0
     for first, path in reversed(found):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             count, mac, end = linked_part(file)
         if path == found[-1][1]:
             offset = end
@@ -93,7 +93,7 @@ def find_tail(chain: Path) -> Tail:
             break
     path = found[-1][1]
     digest, length = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(offset)
         while block := file.read(1 << 16):
             digest.update(block)
@@ -109,7 +109,7 @@ def _head(chain: Path) -> tuple[str, list[str]]:
     found = segments(chain)
     if not found:
         return origin, declared
-    with found[0][1].open("rb") as file:
+    with open_regular(found[0][1]) as file:
         while (line := file.readline(LINE_BYTES + 1)).endswith(b"\n"):
             try:
                 record = orjson.loads(line.partition(b"\t")[0])
@@ -129,7 +129,7 @@ def is_closed(chain: Path) -> bool:
     found = segments(chain)
     if not found:
         return False
-    with found[-1][1].open("rb") as file:
+    with open_regular(found[-1][1]) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 2 * LINE_BYTES))
         lines = file.read().split(b"\n")

@@ -11,7 +11,7 @@ from proxy.audit import ids as token_ids
 from proxy.audit.canonical import clean_text
 from proxy.audit.chain import parse_key_id
 from proxy.audit.ids import IdsError, SegmentIds
-from proxy.audit.layout import chain_dirs, ids_name, segments
+from proxy.audit.layout import chain_dirs, ids_name, open_regular, segments
 from proxy.audit.reader import Line, parse_line, stored_lines
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def find_record(
     chains = [directory] if segments(directory) else chain_dirs(directory)
     for chain in reversed(chains):
         for first, path in reversed(segments(chain)):
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 for offset, raw in stored_lines(file):
                     if wanted not in raw:
                         continue
@@ -126,7 +126,7 @@ def _open_sealed(
     record: dict[str, Any], path: Path, first: int, auditor_private: bytes
 ) -> tuple[list[int], str]:
     try:
-        with path.with_name(ids_name(first)).open("rb") as file:
+        with open_regular(path.with_name(ids_name(first))) as file:
             head = file.read(token_ids.HEAD_BYTES)
             file.seek(max(0, record["ids_at"]))
             size = file.read(4)

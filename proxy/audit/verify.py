@@ -17,7 +17,7 @@ from proxy.audit.chain import LINE_BYTES
 from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, MacKeys
 from proxy.audit.findings import ChainEnd, Finding, Place, Result
 from proxy.audit.ids import EMPTY_SHA256
-from proxy.audit.layout import chain_dirs, first_seq_of, ids_name, is_locked, segments
+from proxy.audit.layout import chain_dirs, first_seq_of, ids_name, is_locked, open_regular, segments
 from proxy.audit.reader import stored_lines
 from proxy.audit.record import problem_with
 
@@ -102,7 +102,7 @@ def _declarations(chain: Path) -> list[dict[str, Any]]:
         files = segments(chain)
         if not files:
             return []
-        with files[0][1].open("rb") as file:
+        with open_regular(files[0][1]) as file:
             for _, raw in stored_lines(file):
                 record = orjson.loads(raw.partition(b"\t")[0])
                 kind = record["kind"]
@@ -160,7 +160,7 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
 
 
 def _origin(files: list[tuple[int, Path]]) -> str:
-    with files[0][1].open("rb") as file:
+    with open_regular(files[0][1]) as file:
         try:
             return str(orjson.loads(file.readline(LINE_BYTES).partition(b"\t")[0])["origin"])
         except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ def _skip(run: _Run, check: ChainCheck, files: list[tuple[int, Path]]) -> int | 
     """Return how many segments end before `since`; None: the whole chain does."""
     if run.since_ns is None or not files:
         return 0
-    with files[-1][1].open("rb") as file:
+    with open_regular(files[-1][1]) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 2 * LINE_BYTES))
         walls = [wall for line in file.read().split(b"\n") if (wall := _wall_ns(line))]
@@ -186,7 +186,7 @@ def _skip(run: _Run, check: ChainCheck, files: list[tuple[int, Path]]) -> int | 
         return None
     first = 0
     for number in range(1, len(files)):
-        with files[number][1].open("rb") as file:
+        with open_regular(files[number][1]) as file:
             wall = _wall_ns(file.readline(LINE_BYTES))
         if wall is None or wall >= run.since_ns:
             break
@@ -199,7 +199,7 @@ def _skip(run: _Run, check: ChainCheck, files: list[tuple[int, Path]]) -> int | 
 def _check_names(check: ChainCheck, chain: Path) -> None:
     for path in sorted(chain.iterdir()):
         if path.suffix == ".log" and first_seq_of(path.name) is None:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 try:
                     line = orjson.loads(file.readline(LINE_BYTES).partition(b"\t")[0])
                     seq = int(line["seq"])
@@ -213,7 +213,7 @@ def _sealed_size(files: list[tuple[int, Path]], number: int) -> int | None:
     """Return where a segment ends by word of its successor, if its sync had failed."""
     if number + 1 >= len(files):
         return None
-    with files[number + 1][1].open("rb") as file:
+    with open_regular(files[number + 1][1]) as file:
         try:
             record = orjson.loads(file.readline(LINE_BYTES).partition(b"\t")[0])
             size = record["sealed"]["size"]
@@ -245,7 +245,7 @@ def _check_segment(
     living = limit is not None and number == len(files) - 1
     end = limit if living else end
     offset = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for at, raw in stored_lines(file, end):
             run.progress(len(raw))
             offset = at
@@ -286,7 +286,7 @@ def _check_side_file(run: _Run, check: ChainCheck, chain: Path, first: int) -> N
     name = ids_name(first)
     digest, size = hashlib.sha256(), 0
     try:
-        with (chain / name).open("rb") as file:
+        with open_regular(chain / name) as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
                 size += len(block)
