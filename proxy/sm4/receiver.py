@@ -194,7 +194,8 @@ class RequestOpener:
         self._receiver: Receiver | None = receiver
         self._model = model
         self._tenant = tenant
-        self._buffer = bytearray()
+        # Not opened yet; a single that came in one piece is left where it lies.
+        self._buffer: bytearray | memoryview = bytearray()
         self._header: Header | None = None
         self._derived: Derived | None = None
         self._aad = b""
@@ -244,16 +245,21 @@ class RequestOpener:
             raise EnvelopeError("frame_too_large")
         header = self._header
         if header is None:
-            self._buffer += data
-            if len(self._buffer) < HEADER_BYTES:
+            if self._buffer:
+                data = bytes(self._buffer) + data
+            if len(data) < HEADER_BYTES:
+                self._buffer = bytearray(data)
                 return
-            raw = bytes(self._buffer[:HEADER_BYTES])
-            header = self._header = self._check_header(raw, receiver, now_ms)
-            del self._buffer[:HEADER_BYTES]
+            header = self._header = self._check_header(data[:HEADER_BYTES], receiver, now_ms)
+            rest = memoryview(data)[HEADER_BYTES:]
             if header.flags & STREAM:
-                self._frames, self._data = RawFrames(), bytearray()
-                data, self._buffer = bytes(self._buffer), bytearray()
-        elif self._frames is None:
+                self._frames, self._data, self._buffer = RawFrames(), bytearray(), bytearray()
+                data = bytes(rest)
+            else:
+                self._buffer = rest if len(rest) == header.length else bytearray(rest)
+        elif self._frames is None and data:
+            if isinstance(self._buffer, memoryview):  # it was whole
+                raise EnvelopeError("trailing_data")
             self._buffer += data
         if self._frames is not None:
             for sealed, last in self._frames.feed(data):
@@ -369,18 +375,19 @@ class RequestOpener:
             raise EnvelopeError("model_mismatch", sealer=sealer)
         if self._tenant is not None and self._tenant != derived.key.tenant:
             raise EnvelopeError("tenant_mismatch", sealer=sealer)
+        key = derived.key
         return OpenedRequest(
-            method=prelude.method,
-            target=prelude.target,
-            content_type=prelude.content_type,
-            qos=prelude.qos,
-            body=body,
-            tenant=derived.key.tenant,
-            client=derived.key.client,
-            kid=derived.key.kid,
-            suite=derived.key.suite,
-            mac=has_mac,
-            signature=False,
-            model=model,
-            sealer=sealer,
+            prelude.method,
+            prelude.target,
+            prelude.content_type,
+            prelude.qos,
+            body,
+            key.tenant,
+            key.client,
+            key.kid,
+            key.suite,
+            has_mac,
+            False,  # signature
+            model,
+            sealer,
         )
