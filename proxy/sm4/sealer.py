@@ -24,7 +24,6 @@ from proxy.sm4.envelope import (
     ResponsePrelude,
     associated_data,
     media_type,
-    pad,
 )
 from proxy.sm4.frames import (
     EVENT_STREAM_PAD_MIN,
@@ -142,24 +141,34 @@ class StreamSealer:
 
 
 def _seal_single(
-    derived: Derived, header: Header, inner: bytes, model: bytes, request_nonce: bytes
+    derived: Derived,
+    header: Header,
+    prelude: bytes,
+    body: bytes,
+    model: bytes,
+    request_nonce: bytes,
 ) -> bytes:
-    """Return a whole single envelope of `u16 len || prelude || body`; sets L and the trailer."""
+    """Return a whole single envelope; sets L and the trailer. `prelude` is u16 len || prelude."""
     unit = derived.key.pad
-    trailer_size = MAC_BYTES if header.flags & MAC else 0
-    sealed_size = -(-(len(inner) + trailer_size + 1) // unit) * unit + TAG_BYTES
+    size = len(prelude) + len(body) + (MAC_BYTES if header.flags & MAC else 0)
+    padded_size = (size // unit + 1) * unit
+    sealed_size = padded_size + TAG_BYTES
     if HEADER_BYTES + sealed_size > SINGLE_BYTES_MAX:
         raise SingleTooLargeError
     head = Header(
         header.suite, header.flags, header.kid, header.time_ms, header.nonce, sealed_size
     ).encode()
     aad = associated_data(head, model, derived.audience, request_nonce)
-    if trailer_size:
+    trailer = b""
+    if header.flags & MAC:
         digest = new_digest(derived.key.digest)
-        digest.update(inner)
-        inner += derived.mac.mac(aad + digest.digest())
+        digest.update(prelude)
+        digest.update(body)
+        trailer = derived.mac.mac(aad + digest.digest())
+    # One copy: see `envelope.pad` for what is put behind the data.
+    padded = b"".join((prelude, body, trailer, b"\x80", bytes(padded_size - size - 1)))
     cipher = derived.response if request_nonce else derived.request
-    sealed = cipher.seal(header.nonce, pad(inner, unit), aad)
+    sealed = cipher.seal(header.nonce, padded, aad)
     assert len(sealed) == sealed_size
     derived.count(len(sealed), envelopes=1)
     return head + sealed
@@ -189,7 +198,7 @@ class ResponseSealer:
         """Return a whole answer; raises `SingleTooLargeError` when it would pass 1 MiB."""
         prelude = _response_prelude(status, content_type)
         header = self._header(0, nonce, now_ms)
-        return _seal_single(self._derived, header, prelude + body, self._model, self._request_nonce)
+        return _seal_single(self._derived, header, prelude, body, self._model, self._request_nonce)
 
     def stream(
         self, status: int, content_type: str, *, nonce: bytes, now_ms: int, carrier: Carrier
@@ -264,7 +273,7 @@ class RequestSealer:
 
     def single(self, prelude: RequestPrelude, body: bytes) -> bytes:
         """Return the whole envelope; raises `SingleTooLargeError` when it would pass 1 MiB."""
-        return _seal_single(self._derived, self._header, prelude.encode() + body, self._model, b"")
+        return _seal_single(self._derived, self._header, prelude.encode(), body, self._model, b"")
 
     def stream(self, prelude: RequestPrelude) -> StreamSealer:
         """Return the sealer of a stream envelope (raw frames)."""
