@@ -18,7 +18,7 @@ help:
 	@echo '                     ASK="..." asks your own question'
 	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
 	@echo 'make check           format, lint, types, import directions, unit tests (under a minute)'
-	@echo 'make bench           cost of the sidecar beside Envoy and a bare relay (perf/README.md)'
+	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make vm              tests that need a kernel of their own (not built yet; says why)'
 	@echo 'make clean           remove what these targets made; keys and audit logs are kept'
 	@echo
@@ -47,6 +47,8 @@ test: lint
 bench: setup-dev
 	$(BIN)/python -m perf.proxy --setup
 	$(BIN)/python -m perf.proxy --peers relay,envoy,direct,tongguan
+	$(BIN)/python -m perf.sm4
+	$(BIN)/python -m perf.channel
 	$(BIN)/python -m perf.engine
 
 vm:

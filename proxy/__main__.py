@@ -54,6 +54,9 @@ def serve(settings: Settings) -> int:
     asyncio.set_event_loop(loop)
     try:
         loop.run_until_complete(Sidecar(settings, loop).run())
+    except SettingsError as problem:
+        logging.getLogger("proxy").critical("cannot start: %s", problem)
+        return EXIT_USAGE
     except StartError as problem:
         logging.getLogger("proxy").critical("cannot start: %s", problem)
         return EXIT_IO

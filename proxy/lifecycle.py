@@ -21,7 +21,7 @@ import orjson
 
 from proxy.admin import AdminDoor
 from proxy.clock import SystemClock
-from proxy.config import Settings, describe, split_address
+from proxy.config import Settings, SettingsError, describe, split_address
 from proxy.context import POOL_NAMES, Context
 from proxy.health import Health
 from proxy.recorder import Recorder
@@ -62,7 +62,7 @@ class Sidecar:
         self._tick_due_s = 0.0
 
     async def run(self) -> None:
-        """Start, serve until a signal, drain. Raises StartError."""
+        """Start, serve until a signal, drain. Raises StartError or SettingsError."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self._loop.add_signal_handler(
@@ -83,7 +83,7 @@ class Sidecar:
         try:
             choose_tier(settings.envelope.sm4_tier)
         except ValueError as problem:
-            raise StartError(f"envelope.sm4_tier: {problem}") from None
+            raise SettingsError([f"envelope.sm4_tier: {problem}"]) from None
         if doors.admin:
             token = _secret(doors.admin_token_file, "doors.admin_token_file")
             self._admin = AdminDoor(self._health, token, self._start_drain)
