@@ -37,7 +37,8 @@ typedef struct {
 
 static uint16_t pairs[4096]; /* twelve bits to their two characters, in memory order */
 
-static void fill_pairs(void)
+/* When the library is loaded: interpreters share it, and none may see it half filled. */
+__attribute__((constructor)) static void fill_pairs(void)
 {
     static const char alphabet[] =
         "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
@@ -51,7 +52,7 @@ static size_t encoded_bytes(size_t size)
     return size / 3 * 4 + (size % 3 ? size % 3 + 1 : 0);
 }
 
-/* `in` may lie at the end of the room `out` stands at: what is written stays behind what is read. */
+/* `in` may lie at the end of the room that `out` begins: writing stays behind reading. */
 static void encode(const uint8_t *in, size_t size, uint8_t *out)
 {
     for (; size >= 3; size -= 3, in += 3, out += 4) {
@@ -325,7 +326,6 @@ static PyType_Spec frames_spec = {
 
 int sm4_frames_add(PyObject *module)
 {
-    fill_pairs();
     PyObject *type = PyType_FromModuleAndSpec(module, &frames_spec, NULL);
     int done = type == NULL ? -1 : PyModule_AddObjectRef(module, "Frames", type);
     Py_XDECREF(type);

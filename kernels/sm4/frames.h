@@ -1,4 +1,4 @@
-/* Adds the type of sealed streams to the module; the module has InvalidTag by the time one is made. */
+/* Adds the type of sealed streams to the module, which has InvalidTag when one is made. */
 #ifndef TONGGUAN_SM4_FRAMES_H
 #define TONGGUAN_SM4_FRAMES_H
 
