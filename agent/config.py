@@ -40,14 +40,22 @@ class Agent:
     listen: str = setting(
         "127.0.0.1:14100", "host:port of the OpenAI-compatible API; empty: socket only"
     )
-    socket: str = setting("", "unix socket of the same API, for sidecars; empty: none")
-    admin: str = setting("0.0.0.0:14190", "livez, readyz, metrics")
+    socket: str = setting(
+        "", "path of a unix socket of the same API, for sidecars, at most 107 bytes; empty: none"
+    )
+    admin: str = setting("0.0.0.0:14190", "host:port of livez, readyz, metrics; empty: none")
     backlog: int = setting(1024, "listen backlog", ge=1, le=65535)
-    connections: int = setting(1024, "connections to the API, all listeners", ge=1)
+    connections: int = setting(
+        1024, "connections to the API, all listeners; beyond it 503 connection_limit", ge=1
+    )
 
     model: str = setting("", "GGUF file or Hugging Face folder; empty: the default model package")
-    model_names: tuple[str, ...] = setting((), "names the model is served under; the first shows")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs")
+    model_names: tuple[str, ...] = setting(
+        (), "names the model is served under, the first shows; empty: the model's own"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "where the model runs; auto: a GPU if there is one"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "type of the weights; auto: float32 on a CPU, bfloat16 on a GPU"
     )
@@ -61,14 +69,18 @@ class Agent:
     default_class: Literal["P0", "P1", "P2"] = setting(
         "P1", "class of a request whose X-QoS-Class is not believed"
     )
-    token_file: str = setting("", "sidecar's bearer token: with it X-QoS-Class is believed")
+    token_file: str = setting(
+        "", "file of the sidecars' bearer token: with it X-QoS-Class is believed"
+    )
     trusted_uids: tuple[str, ...] = setting(
         (), "uids believed over the unix socket, besides root and the agent's own"
     )
 
     body_bytes: int = setting(8 << 20, "a request body", ge=1024)
     bodies_bytes: int = setting(
-        64 << 20, "request bodies together, until they are token ids", ge=1024
+        64 << 20,
+        "request bodies together, until they are token ids; beyond it 503 queue_full",
+        ge=1024,
     )
     pending_tokens: int = setting(
         16384, "tokens generated that a streaming client has not taken", ge=16

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import agent.config
 import agent.plan
 import proxy.config
+from deploy.setup import settings_table
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,3 +137,18 @@ def test_every_setting_named_in_a_document_exists() -> None:
     assert list(unknown_settings("set `limits.no_such_bytes`"))
     assert list(unknown_settings("export TONGGUAN_LIMITS_NO_SUCH=1"))
     assert not list(unknown_settings("`limits.head_bytes` or TONGGUAN_LIMITS_HEAD_BYTES"))
+
+
+def test_the_table_of_settings_is_what_the_code_declares() -> None:
+    assert read("docs/settings.md") == settings_table.page(), (
+        "python -m deploy.setup.settings_table > docs/settings.md"
+    )
+
+
+def test_the_table_of_settings_leaves_none_out() -> None:
+    found = set(re.findall(r"^\| `([^`]+)` \|", settings_table.page(), re.MULTILINE))
+    pools = ("dedicated", "shared", "best_effort")
+    found |= {name.replace("<pool>", pool) for name in found for pool in pools}
+    sections = {name.rpartition(".")[0] for name in known_settings()} | {"tenants"}
+    assert known_settings() - sections <= found
+    assert "tenants.<name>.max_class" in found

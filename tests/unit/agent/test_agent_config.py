@@ -1,7 +1,3 @@
-import dataclasses
-import re
-from pathlib import Path
-
 import pytest
 
 from agent.config import Agent, TokenError, load, read, read_token
@@ -118,13 +114,3 @@ def test_a_token_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(TokenError, match=r"agent\.token_file: .*/none: No such file"):
         read_token(str(tmp_path / "none"))
     assert read_token("") == b""
-
-
-def test_the_documents_table_has_every_setting_with_its_default():
-    text = (Path(__file__).parents[3] / "docs" / "agent.md").read_text()
-    rows = dict(re.findall(r"^\| `agent\.(\w+)` \|([^|]*)\|", text, re.MULTILINE))
-    defaults = {f.name: f.default for f in dataclasses.fields(Agent)}
-    assert set(rows) == set(defaults)
-    for name, default in defaults.items():
-        shown = "" if default == () else f"{default:g}" if isinstance(default, float) else default
-        assert rows[name].strip().strip("`") == str(shown), name
