@@ -21,6 +21,7 @@ EXIT_IO = 3
 
 
 @click.group(
+    short_help="Make key files and look at them.",
     epilog="Exit codes: 0 ok, 2 usage or bad input, 3 I/O. More: docs/keys.md",
 )
 def keys() -> None:
@@ -63,7 +64,12 @@ def keys() -> None:
     show_default=True,
     help="Validity of the envelope key; rotate daily where many share it.",
 )
-@click.option("--force", is_flag=True, help="Replace the keys of files that are there.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace files that are there: the envelope key and the chain seed are fresh; the "
+    "auditor's pair, the tenants' prompt keys and the auditor's earlier chain seeds stay.",
+)
 def new(
     directory: Path,
     audience: str | None,
@@ -79,9 +85,12 @@ def new(
     sidecar.json  everything a receiver needs; TONGGUAN_KEYS_FILE points to it
     client.json   a caller's envelope key: Sm4Transport("client.json"), tongguan ask --keys
     auditor.json  verifies and opens audit records; keep it away from the other two
+
+    With --force the new auditor.json verifies old chains and new ones; give clients the new
+    client.json and restart the sidecar. To begin wholly anew, take another directory.
     """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from proxy.keys.file import KeyFileError
-    from proxy.keys.issue import Order, issue, write
+    from proxy.keys.issue import Order, earlier, issue, write
     from proxy.sm4.keyring import KeyringError
 
     order = Order(
@@ -93,7 +102,8 @@ def new(
     )
     now_ms = time.time_ns() // 1_000_000
     try:
-        files = issue(order, now_ms=now_ms, random=os.urandom)
+        before = earlier(directory) if force else None
+        files = issue(order, now_ms=now_ms, random=os.urandom, before=before)
         paths = write(directory, files, force=force, suffix=f"{now_ms}.{os.getpid()}")
     except (KeyFileError, KeyringError) as problem:
         _fail(str(problem), EXIT_BAD_INPUT)
@@ -101,6 +111,8 @@ def new(
         _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
     for path in paths:
         click.echo(f"wrote {path}")
+    if before is not None:
+        click.echo("kept: the auditor's pair, prompt keys and earlier chain seeds")
 
 
 @keys.command()

@@ -1,7 +1,7 @@
 """Making keys: what a set of files holds, and writing it so that it is whole or not there.
 
-`issue` is pure (random bytes and the time are arguments); `write` touches the disk: a temporary
-file of mode 0600 each, fsync, and only when all are written are they renamed into place.
+`issue` is pure (random bytes and the time are arguments); `earlier` and `write` touch the disk: a
+temporary file of mode 0600 each, fsync, and only when all are written are they renamed into place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.keys.file import MODE, KeyFile, KeyFileError, encode
+from proxy.keys.file import MODE, KeyFile, KeyFileError, encode, read
 from proxy.sm4.keyring import EnvelopeKey
 
 if TYPE_CHECKING:
@@ -35,10 +35,18 @@ class Order:
     days: int = DAYS_DEFAULT
 
 
-def issue(order: Order, *, now_ms: int, random: Callable[[int], bytes]) -> dict[str, KeyFile]:
+def issue(
+    order: Order,
+    *,
+    now_ms: int,
+    random: Callable[[int], bytes],
+    before: KeyFile | None = None,
+) -> dict[str, KeyFile]:
     """Return the files' contents by role; raises `KeyringError` for a malformed order.
 
-    `random(n)` gives n bytes from the operating system.
+    `random(n)` gives n bytes from the operating system. `before` is the auditor's file that these
+    keys follow: what records already written need stays (its chain seeds, the tenants' prompt keys,
+    the auditor's pair), the envelope key and the chain seed in use are fresh.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - issuing only
         X25519PrivateKey,
@@ -55,42 +63,95 @@ def issue(order: Order, *, now_ms: int, random: Callable[[int], bytes]) -> dict[
         not_before_ms=now_ms - NOT_BEFORE_SLACK_MS,
         not_after_ms=now_ms + order.days * DAY_MS,
     )
-    prompt_keys = {tenant: random(32) for tenant in order.tenants}
-    seeds = ((random(8).hex(), random(32)),)
-    private = random(32)
+    prompt_keys = dict(before.prompt_keys) if before else {}
+    for tenant in order.tenants:
+        if tenant not in prompt_keys:
+            prompt_keys[tenant] = random(32)
+    seed = (random(8).hex(), random(32))
+    seeds = (*before.chain_seeds, seed) if before else (seed,)
+    private = (before.auditor_private if before else None) or random(32)
     public = X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
     return {
-        "sidecar": KeyFile("sidecar", (key,), prompt_keys, seeds, public, None),
+        "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None),
         "client": KeyFile("client", (key,), {}, (), None, None),
         "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private),
     }
 
 
+def earlier(directory: Path) -> KeyFile | None:
+    """Return the auditor's file of the set in `directory`, or None if no set is there.
+
+    Raises `KeyFileError` where what is there cannot be carried on: a file that is refused or of
+    another set, or no auditor's file. Raises OSError.
+    """
+    paths = {role: directory / name for role, name in FILE_NAMES.items()}
+    files = {role: read(path) for role, path in paths.items() if path.exists()}
+    if not files:
+        return None
+    for role, file in files.items():
+        if file.role != role:
+            raise KeyFileError(f"{paths[role]}: made for the {file.role}, not for the {role}")
+    auditor = files.get("auditor")
+    if auditor is None:
+        raise KeyFileError(
+            f"{paths['auditor']} is not there, and without it what was written before could not be "
+            "verified any more; bring it back, or begin anew with another --dir"
+        )
+    if auditor.auditor_private is None or not auditor.chain_seeds:
+        raise KeyFileError(f"{paths['auditor']}: lacks the auditor's private key or chain seeds")
+    other = _stranger(files, auditor)
+    if other:
+        raise KeyFileError(
+            f"{directory}: {other} are of different sets; move away what does not belong here, or "
+            "begin anew with another --dir"
+        )
+    return auditor
+
+
+def _stranger(files: Mapping[str, KeyFile], auditor: KeyFile) -> str:
+    """Return the names of two files that were not made together, or ""."""
+    sidecar, client = files.get("sidecar"), files.get("client")
+    if sidecar is None:
+        return ""
+    ours = (
+        sidecar.auditor_public in {None, auditor.auditor_public}
+        and set(sidecar.chain_seeds) <= set(auditor.chain_seeds)
+        and sidecar.prompt_keys.items() <= auditor.prompt_keys.items()
+    )
+    if not ours:
+        return f"{FILE_NAMES['sidecar']} and {FILE_NAMES['auditor']}"
+    if client is not None:
+        kids = {key.kid for key in sidecar.envelope_keys}
+        if not any(key.kid in kids for key in client.envelope_keys):
+            return f"{FILE_NAMES['sidecar']} and {FILE_NAMES['client']}"
+    return ""
+
+
 def write(directory: Path, files: Mapping[str, KeyFile], *, force: bool, suffix: str) -> list[Path]:
     """Write the files and return their paths; `suffix` is unique to this call.
 
-    Without `force`, raises `KeyFileError` if one is there already. With it, an auditor's file that
-    was there is kept as `auditor.json.<suffix>`: old records can be opened with nothing else.
-    Raises OSError.
+    Without `force`, raises `KeyFileError` if one is there already. With it they are replaced: give
+    `issue` what `earlier` found. Raises OSError.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     targets = {role: directory / FILE_NAMES[role] for role in files}
     for target in targets.values():
         if target.exists() and not force:
-            raise KeyFileError(f"{target} is there already; --force replaces the keys in it")
-    temporary: list[Path] = []
+            raise KeyFileError(
+                f"{target} is there already; --force gives its set a fresh envelope key and chain "
+                "seed"
+            )
+    temporary: dict[str, Path] = {}
     try:
         for role, file in files.items():
             path = directory / f".{FILE_NAMES[role]}.{suffix}"
             _write_new(path, encode(file))
-            temporary.append(path)
-        auditor = targets.get("auditor")
-        if auditor is not None and auditor.exists():
-            auditor.replace(directory / f"{auditor.name}.{suffix}")
-        for path, target in zip(temporary, targets.values(), strict=True):
-            path.replace(target)
+            temporary[role] = path
+        # The auditor's first: it verifies what comes under either set, should we end in between.
+        for role in sorted(temporary, key=lambda role: role != "auditor"):
+            temporary[role].replace(targets[role])
     except BaseException:
-        for path in temporary:
+        for path in temporary.values():
             path.unlink(missing_ok=True)
         raise
     _sync_directory(directory)
