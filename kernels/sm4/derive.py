@@ -244,7 +244,7 @@ def header() -> str:
         "/* Written by kernels/sm4/derive.py from the published S-box; do not edit.",
         " *",
         " * S(x) = Q(inv(P(x) + p)) + c with inv in the AES field (0x11b). Matrices are in the",
-        " * form of GF2P8AFFINEQB. FOLD: the state is kept as P(x), the round keys as P(k) + p; output",
+        " * form of GF2P8AFFINEQB. FOLD: the state is kept as P(x), round keys as P(k) + p; output",
         " * byte j gains A(t[j]) + R(t[j+1]) + R(t[j+2]) + D(t[j+3]), A + D = R, each one",
         " * GF2P8AFFINEINVQB, t[0] the most significant byte; the constants together are FOLD.",
         " * TOWER: the same S-box around inversion in GF(16)[Y] / (Y^2 + Y + 8), on bit planes.",
