@@ -9,6 +9,7 @@ key bytes or says where in a key the fault lies.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -139,8 +140,7 @@ def parse(path: Path, data: bytes) -> KeyFile:
     try:
         document = msgspec.json.decode(data, type=_Document)
     except msgspec.ValidationError as problem:
-        # Names the member and the type expected; the types are plain, so no value is shown.
-        raise KeyFileError(f"{path}: {problem}") from None
+        raise KeyFileError(f"{path}: {_shape_fault(str(problem))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise KeyFileError(
             f"{path}: not a JSON key file; make one with: tongguan keys new"
@@ -168,6 +168,27 @@ def parse(path: Path, data: bytes) -> KeyFile:
         )
     except KeyringError as problem:
         raise KeyFileError(f"{path}: {problem}") from None
+
+
+_PLAIN_NAMES = {"str": "text", "int": "a whole number", "bool": "true or false",
+                "array": "a list", "object": "an object"}  # fmt: skip
+_AT = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)
+_MEMBER = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_TYPES = re.compile(r"Expected `(\w+)`, got `\w+`")
+
+
+def _shape_fault(text: str) -> str:
+    """Say in our words which member msgspec stumbled on; it names types, so no value is shown."""
+    found = _AT.fullmatch(text)
+    assert found is not None  # the pattern's first part takes anything
+    what, where = found[1], found[2] or ""
+    if member := _MEMBER.fullmatch(what):
+        name = member[2].encode("unicode_escape").decode()[:64]
+        full = f"{where}.{name}" if where else name
+        return f"{full}: " + ("missing" if member[1].startswith("missing") else "no such member")
+    types = _TYPES.fullmatch(what)
+    kind = _PLAIN_NAMES.get(types[1], types[1]) if types else "another value"
+    return f"{where or 'the file'}: expected {kind}"
 
 
 def _bytes(name: str, text: str, size: int) -> bytes:
