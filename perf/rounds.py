@@ -71,8 +71,12 @@ def summary(times: Mapping[str, Sequence[float]], base: str) -> dict[str, Row]:
 
 
 def welch_t(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Welch's t of two samples, each without its slowest tenth (interrupts)."""
-    kept = [sorted(sample)[: len(sample) * 9 // 10] for sample in (first, second)]
+    """Return Welch's t of two samples without the slowest tenth of both together (interrupts)."""
+    together = sorted([*first, *second])
+    limit = together[len(together) * 9 // 10 - 1]
+    kept = [[spent for spent in sample if spent <= limit] for sample in (first, second)]
+    if min(map(len, kept)) < 2:  # all of one are slower than nearly all of the other
+        return math.inf
     means = [statistics.fmean(sample) for sample in kept]
     spread = math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in kept))
     if not spread:
