@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # The question reaches the shell through the environment, so quotes and dollars in it stay text.
+# An empty one is passed on, to be refused.
+ASKED := $(filter-out undefined,$(origin ASK))
 override ASK := $(value ASK)
 export ASK
 
@@ -15,9 +17,11 @@ help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
 	@echo '                     over the SM4 channel, show the verified audit record, then serve'
 	@echo '                     until Ctrl-C.  ONESHOT=1 stops after the answer;'
-	@echo '                     ASK="..." asks your own question'
+	@echo '                     ASK="..." asks your own question;'
+	@echo '                     TONGGUAN_UP_BASE_PORT=15000 takes ports 15080 to 15190, not 14080 to 14190'
 	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
-	@echo 'make check           format, lint, types, import directions, unit tests (under a minute)'
+	@echo 'make check           format, lint, types, import directions, unit tests (a few'
+	@echo '                     minutes, more the first time: it installs the tools)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make vm              tests that need a kernel of their own (not built yet; says why)'
 	@echo 'make clean           remove what these targets made; keys and audit logs are kept'
@@ -27,7 +31,7 @@ help:
 
 up:
 	@$(PYTHON) deploy/setup/bootstrap.py
-	@exec $(BIN)/tongguan up $(if $(filter 1 yes true,$(ONESHOT)),--oneshot) $(if $(ASK),--ask "$$ASK")
+	@exec $(BIN)/tongguan up $(if $(filter 1 yes true,$(ONESHOT)),--oneshot) $(if $(ASKED),--ask "$$ASK")
 
 setup-dev:
 	@$(PYTHON) deploy/setup/bootstrap.py --dev

@@ -7,6 +7,7 @@ import ctypes
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -108,7 +109,8 @@ class Child:
             connection.close()
         if answer.status == http.client.OK:
             return None
-        return ", ".join(str(reason) for reason in value.get("reasons", ())) or "not ready"
+        reasons = value.get("reasons", ()) if isinstance(value, dict) else ()
+        return ", ".join(in_words(str(reason)) for reason in reasons) or "not ready"
 
     def stop(self) -> int | None:
         """End it, kindly at first; return its exit code, None if it was never started."""
@@ -124,6 +126,25 @@ class Child:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_KILL_WAIT_S)
         return process.returncode
+
+
+_WORDS = {
+    "audit_unavailable": "audit records cannot be written",
+    "no_live_kid": "no key is valid now",
+}
+_MODEL_LOADING = re.compile(r"model loading: .* (\d+)%")
+
+
+def in_words(reason: str) -> str:
+    """Return a reason of `/readyz`, the sidecar's or the agent's, for a person."""
+    name, _, value = reason.partition("=")
+    if name == "start_fence_ms" and value.isdecimal():
+        return f"start fence, {-(-int(value) // 1000)} s left"
+    if name == "clock_behind_ms" and value.isdecimal():
+        return f"the clock is {int(value) / 1000:.0f} s behind"
+    if loading := _MODEL_LOADING.fullmatch(reason):
+        return f"loading the model, {loading[1]} %"
+    return _WORDS.get(reason) or name.replace("_", " ")
 
 
 def wait_ready(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from agent.engine.types import Engine
 
 
-@click.command()
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+
+
+@click.command(context_settings=_HELP)
 @click.option(
     "--config",
     "config_path",
-    type=click.Path(exists=True),
+    metavar="PATH",
     help="tongguan.toml, or a directory that holds it; its section [agent] is read.",
 )
 def agent(config_path: str | None) -> None:
@@ -45,7 +48,7 @@ def agent(config_path: str | None) -> None:
         settings = read(config_path, os.environ)
     except SettingsError as problem:
         for line in problem.problems:
-            click.echo(f"agent: {line}", err=True)
+            click.echo(f"tongguan agent: {line}", err=True)
         sys.exit(EXIT_SETTINGS)
     log_to_stderr(settings.log_level)
     sys.exit(serve(settings, _load, console=sys.stderr))
@@ -77,9 +80,16 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
     )
 
 
-@click.command()
+@click.command(context_settings=_HELP)
 @click.option("--oneshot", is_flag=True, help="Stop after the answer; exit 0 only if it verified.")
 @click.option("--ask", "question", help="What to ask.  [default: the capital of France]")
+@click.option(
+    "--max-tokens",
+    default=256,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Where to cut the answer.",
+)
 @click.option(
     "--state",
     default=".tongguan",
@@ -104,7 +114,12 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
     help="Seconds until both must be ready.",
 )
 def up(
-    oneshot: bool, question: str | None, state: Path, base_port: int | None, ready_s: float
+    oneshot: bool,
+    question: str | None,
+    max_tokens: int,
+    state: Path,
+    base_port: int | None,
+    ready_s: float,
 ) -> None:
     """Start an agent and a sidecar here, ask one question over the SM4 channel, verify the record.
 
@@ -125,7 +140,8 @@ def up(
     code = run(
         state=state,
         base_port=base_port,
-        question=question or QUESTION,
+        question=QUESTION if question is None else question,
+        max_tokens=max_tokens,
         oneshot=oneshot,
         ready_s=ready_s,
     )

@@ -85,7 +85,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         for sock in opened:
             sock.close()
         # A person's mistake, not ours: a line, no traceback.
-        log.critical("%s", problem)
+        console.write(f"tongguan agent: {problem}\n")
         return EXIT_IO
 
     node = Node(time.monotonic_ns())

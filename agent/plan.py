@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -66,6 +67,10 @@ class Plan:
         """Key file of the auditor."""
         return Path(self.sidecar.keys.file).parent / "auditor.json"
 
+    def shell(self, *arguments: str) -> str:
+        """Return a `tongguan` command as a line to paste into a shell in this directory."""
+        return " ".join((installed("tongguan", "proxy.cli"), *(shlex.quote(a) for a in arguments)))
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a `tongguan` command as a person would; raises `UpError` if it takes too long."""
         try:
@@ -79,6 +84,30 @@ class Plan:
             )
         except subprocess.TimeoutExpired:
             raise UpError(f"`tongguan {' '.join(arguments[:2])}` takes too long") from None
+
+
+def installed(name: str, module: str) -> str:
+    """Return how a shell in this directory runs `name` of the running interpreter's environment."""
+    python = Path(sys.executable)  # not resolved: a virtual environment's is a link
+    program = python.with_name(name)
+    if program.is_file():
+        return shlex.quote(near(program))
+    return f"{shlex.quote(near(python))} -m {module}"
+
+
+def near(path: Path | str) -> str:
+    """Return `path` from the working directory where it is below that, else as it is."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def check_question(question: str) -> None:
+    """Refuse a question without a word in it; raises `UpError`."""
+    if not question.strip():
+        raise UpError(
+            "the question is empty; leave out --ask (make up: ASK) for a default one",
+            EXIT_SETTINGS,
+        )
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -130,8 +159,10 @@ def make(state: Path, base_port: int | None, environ: Mapping[str, str]) -> Plan
             agent=agent_config.read(str(file), environ),
             environ=environ,
         )
+        written = places(sidecar_config.read(str(file), {}), agent_config.read(str(file), {}))
     except SettingsError as problem:
         raise UpError("a setting is wrong", EXIT_SETTINGS, tuple(problem.problems)) from None
+    _check_places(plan, written)
     needed = {
         "doors.app": plan.sidecar.doors.app,
         "doors.sealed": plan.sidecar.doors.sealed,
@@ -144,6 +175,47 @@ def make(state: Path, base_port: int | None, environ: Mapping[str, str]) -> Plan
     if empty:
         raise UpError(f"{file}: `up` needs {', '.join(empty)}", EXIT_SETTINGS)
     return plan
+
+
+def places(sidecar: sidecar_config.Settings, agent: agent_config.Agent) -> dict[str, str]:
+    """Return the settings that name where `up`'s children keep what they write and their keys."""
+    return {
+        "keys.file": sidecar.keys.file,
+        "audit.dir": sidecar.audit.dir,
+        "envelope.state_dir": sidecar.envelope.state_dir,
+        "agent.socket": agent.socket,
+    }
+
+
+def _check_places(plan: Plan, written: Mapping[str, str]) -> None:
+    """Refuse a file that names another state directory's files; raises `UpError`.
+
+    A copied or moved directory brings its file along, and would go on writing into the first one.
+    A variable may name any place: nobody copies those by accident.
+    """
+    used = places(plan.sidecar, plan.agent)
+    outside = [
+        name
+        for name, value in written.items()
+        if value and used[name] == value and not Path(value).resolve().is_relative_to(plan.state)
+    ]
+    if outside:
+        variables = ", ".join(f"TONGGUAN_{name.replace('.', '_').upper()}" for name in outside)
+        raise UpError(
+            f"{plan.file} names files outside {plan.state}: was it copied or moved? Remove it and "
+            f"run again: it is written anew for {plan.state}, {_keys_there(plan)}. Where the other "
+            f"place is meant, say it with {variables}",
+            EXIT_SETTINGS,
+            tuple(f"{name} is {written[name]}" for name in outside),
+        )
+
+
+def _keys_there(plan: Plan) -> str:
+    """Say what comes of `keys/` in the state directory when the settings are written anew."""
+    keys = plan.state / "keys"
+    if (keys / "sidecar.json").exists():
+        return f"and the keys in {keys} are used again"
+    return f"and keys are made in {keys}"
 
 
 def settings_text(state: Path, base_port: int) -> str:
@@ -210,9 +282,12 @@ def check_keys(plan: Plan) -> None:
     directory = file.parent
     if not file.exists():
         if directory != plan.state / "keys":
+            variable = "TONGGUAN_KEYS_FILE"
+            anew = f"unset {variable}" if variable in plan.environ else f"remove {plan.file}"
             raise UpError(
-                f"keys.file names {file}, which is not there; remove {plan.file} to have it and "
-                "keys made anew, or: tongguan keys new --dir DIR",
+                f"keys.file names {file}, which is not there; {anew} and run again "
+                f"({_keys_there(plan)}), or make keys there: "
+                + plan.shell("keys", "new", "--dir", near(directory)),
                 EXIT_IO,
             )
         _tongguan(plan, "keys", "new", "--dir", str(directory), "--days", "365")

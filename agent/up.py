@@ -14,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
 import unicodedata
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -31,13 +34,13 @@ from agent.plan import (
     Plan,
     UpError,
     last_lines,
+    near,
     say,
 )
 from proxy.config import split_address
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from proxy.ask import AskResult
@@ -45,22 +48,32 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 _RECORD_WAIT_S = 10.0
 _RECORD_POLL_S = 0.2
+_REDRAW_S = 0.5
 
 
-def run(*, state: Path, base_port: int | None, question: str, oneshot: bool, ready_s: float) -> int:
+def run(
+    *,
+    state: Path,
+    base_port: int | None,
+    question: str,
+    max_tokens: int,
+    oneshot: bool,
+    ready_s: float,
+) -> int:
     """Do it all; return the exit code."""
     # A script's background job ignores SIGINT and nohup SIGHUP; only the second one is meant.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
+        plans.check_question(question)
         plans.check_variables(os.environ)
         lock = plans.lock(state)
         try:
             ready = plans.make(state, base_port, os.environ)
             plans.check_keys(ready)
             plans.check_ports(ready)
-            return _run(ready, question, oneshot=oneshot, ready_s=ready_s)
+            return _run(ready, question, max_tokens, oneshot=oneshot, ready_s=ready_s)
         finally:
             os.close(lock)
     except UpError as problem:
@@ -78,19 +91,19 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _run(plan: Plan, question: str, *, oneshot: bool, ready_s: float) -> int:
+def _run(plan: Plan, question: str, max_tokens: int, *, oneshot: bool, ready_s: float) -> int:
     agent, sidecar = _children(plan)
     try:
         started = time.monotonic()
         agent.start()
         sidecar.start()
-        progress = _Progress()
+        progress = Progress(sys.stderr if sys.stderr.isatty() else None, time.monotonic)
         try:
             wait_ready((agent, sidecar), ready_s, progress.show)
         finally:
             progress.clear()
         say(f"agent and sidecar are ready after {time.monotonic() - started:.1f} s")
-        _ask_and_verify(plan, question)
+        _ask_and_verify(plan, question, max_tokens)
         if not oneshot:
             _say_how(plan)
             try:
@@ -137,7 +150,7 @@ def _children(plan: Plan) -> tuple[Child, Child]:
     )
 
 
-def _ask_and_verify(plan: Plan, question: str) -> None:
+def _ask_and_verify(plan: Plan, question: str, max_tokens: int) -> None:
     """Ask over the SM4 channel, print the answer and its facts; raises `UpError`."""
     from proxy.ask import AskError, ask  # noqa: PLC0415 - httpx takes a moment
 
@@ -149,6 +162,7 @@ def _ask_and_verify(plan: Plan, question: str) -> None:
             question,
             base_url=f"http://{host}:{port}",
             keys_file=plan.client_keys,
+            max_tokens=max_tokens,
             on_text=lambda text: click.echo(printable(text) if terminal else text, nl=False),
         )
     except AskError as problem:
@@ -184,6 +198,8 @@ def facts(result: AskResult, record: Mapping[str, Any]) -> list[str]:
         f"tokens {result.tokens}",
         f"tokens/s {rate}",
     ]
+    if result.finish_reason == "length":
+        lines.append(f"finish length ({result.tokens} tokens)")
     lines += [
         f"{name} {record[name]}"
         for name in ("seq", "prompt_hash", "output_hash", "ids_commit", "outcome")
@@ -220,16 +236,19 @@ def _record(plan: Plan, trace_id: str) -> dict[str, Any]:
 
 def _verify(plan: Plan, *, live: bool) -> str:
     """Verify every chain of the state directory; return the verdict's line, raise `UpError`."""
-    arguments = ["audit", "verify", plan.sidecar.audit.dir, "--keys", str(plan.auditor_keys)]
-    command = plan.command(*arguments, *(["--live"] if live else []))
+    command = plan.command(*_verify_arguments(plan), *(["--live"] if live else []))
     if command.returncode != 0:
         raise UpError(
-            f"the audit chains do not verify (code {command.returncode}); again: tongguan "
-            + " ".join(arguments),
+            f"the audit chains do not verify (code {command.returncode}); again: "
+            + plan.shell(*_verify_arguments(plan)),
             EXIT_FAILED,
             tuple(last_lines(command.stdout) + last_lines(command.stderr)),
         )
     return command.stdout.partition("\n")[0].strip()
+
+
+def _verify_arguments(plan: Plan) -> tuple[str, ...]:
+    return ("audit", "verify", near(plan.sidecar.audit.dir), "--keys", near(plan.auditor_keys))
 
 
 def _serve(children: tuple[Child, ...]) -> None:
@@ -240,20 +259,29 @@ def _serve(children: tuple[Child, ...]) -> None:
         time.sleep(0.5)
 
 
-class _Progress:
-    """One moving line on a terminal; elsewhere nothing but the end."""
+class Progress:
+    """One moving line on a terminal (None: there is none), drawn anew at most each 0.5 s."""
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+    def __init__(self, terminal: TextIO | None, clock: Callable[[], float]) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._next_s = clock()
+        self._shown = ""
 
-    def show(self, state: dict[str, str | None]) -> None:
-        if self._terminal:
-            parts = [f"{name}: {reason or 'ready'}" for name, reason in state.items()]
-            click.echo(f"\r\x1b[K{'   '.join(parts)[:100]}", err=True, nl=False)
+    def show(self, state: Mapping[str, str | None]) -> None:
+        """Take why each child is not ready, in words; None: it is."""
+        parts = [f"{name}: {reason or 'ready'}" for name, reason in state.items()]
+        text = "   ".join(parts)[: shutil.get_terminal_size().columns - 1]
+        now_s = self._clock()
+        if self._terminal is None or text == self._shown or now_s < self._next_s:
+            return
+        self._shown, self._next_s = text, now_s + _REDRAW_S
+        click.echo(f"\r\x1b[K{text}", file=self._terminal, nl=False)
 
     def clear(self) -> None:
-        if self._terminal:
-            click.echo("\r\x1b[K", err=True, nl=False)
+        """Take the line away."""
+        if self._terminal is not None:
+            click.echo("\r\x1b[K", file=self._terminal, nl=False)
 
 
 def _say_how(plan: Plan) -> None:
@@ -262,23 +290,31 @@ def _say_how(plan: Plan) -> None:
 
 
 def how_to_call(app: str, sealed: str, admin: str, plan: Plan) -> str:
-    """Return what to type next."""
+    """Return what to type next, in the directory that this process runs in."""
+    python = shlex.quote(near(sys.executable))
+    keys = near(plan.client_keys)
+    ask = plan.shell("ask", "--keys", keys, "--url", f"http://{sealed}", "Who are you?")
     return f"""
 Serving until Ctrl-C. In another terminal:
 
+  cd {shlex.quote(str(Path.cwd()))}
   curl http://{app}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"messages": [{{"role": "user", "content": "Who are you?"}}]}}'
-
-  # Python, plain: what an application beside the sidecar does
-  from openai import OpenAI
-  client = OpenAI(base_url="http://{app}/v1", api_key="unused")
-
-  # Python, sealed with SM4: what a caller from elsewhere does
-  import httpx
-  from proxy.client import Sm4Transport
-  channel = httpx.Client(transport=Sm4Transport("{plan.client_keys}"))
-  client = OpenAI(base_url="http://{sealed}/v1", api_key="unused", http_client=channel)
-
-  tongguan audit verify {plan.sidecar.audit.dir} --keys {plan.auditor_keys} --live
+  {ask}
+  {plan.shell(*_verify_arguments(plan), "--live")}
   curl http://{admin}/metrics
+
+The OpenAI SDK: {plans.installed("pip", "pip")} install openai, then in {python}:
+
+  import httpx
+  from openai import OpenAI
+  from proxy.client import Sm4Transport
+  # plain: what an application beside the sidecar does
+  client = OpenAI(base_url="http://{app}/v1", api_key="unused")
+  # sealed with SM4: what a caller from elsewhere does
+  channel = httpx.Client(transport=Sm4Transport({json.dumps(keys)}))
+  client = OpenAI(base_url="http://{sealed}/v1", api_key="unused", http_client=channel)
+  model = client.models.list().data[0].id
+  question = [{{"role": "user", "content": "Who are you?"}}]
+  print(client.chat.completions.create(model=model, messages=question).choices[0].message.content)
 """
