@@ -15,6 +15,7 @@ is F + rho(F) + rho^2(F) with F = A(t) + rho(D(t)), since the middle terms' map 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 HEADER = Path(__file__).with_name("aes_constants.h")
 
 
-def aes_sbox() -> list[int]:
+@cache
+def aes_sbox() -> tuple[int, ...]:
     """Return the S-box of AES from its definition (FIPS 197, 5.1.1)."""
 
     def mixed(y: int) -> int:
@@ -36,7 +38,7 @@ def aes_sbox() -> list[int]:
             total ^= term
         return total
 
-    return [mixed(y) for y in derive.inversion(derive.aes_field)]
+    return tuple(mixed(y) for y in derive.inversion(derive.aes_field))
 
 
 def nibbles(function: Callable[[int], int]) -> tuple[bytes, bytes]:

@@ -1,8 +1,8 @@
 /* GHASH by carry-less multiplication, the part that no instruction set changes: a template.
  *
- * Kept in POLYVAL's form (RFC 8452, appendix A): blocks are byte-reversed, H is multiplied by x once
- * and no product needs a shift. key->powers holds H^32 .. H^1 in this order, so that the blocks of a
- * batch and their powers are read side by side; up to 32 products share one reduction.
+ * Kept in POLYVAL's form (RFC 8452, appendix A): blocks are byte-reversed, H is multiplied by x
+ * once and no product needs a shift. key->powers holds H^32 .. H^1 in this order, so that blocks of
+ * a batch and their powers are read side by side; up to 32 products share one reduction.
  *
  * blocks_x86.h or blocks_arm.h, included before, gives `block` (16 bytes) and `sum` (unreduced
  * products), what is done with them, and TIER_INLINE.

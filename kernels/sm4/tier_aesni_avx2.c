@@ -1,10 +1,10 @@
 /* SM4-GCM with AES-NI and AVX2: the x86 servers of the last ten years that have no GFNI.
  *
- * AESENCLAST with a zero key is AES's S-box and ShiftRows: the inversion that SM4 needs, with another
- * affine map behind it. The state is kept under the S-box's inner map, so that nothing comes before
- * the instruction; behind it are two maps, each two PSHUFB look-ups by nibble inside registers, and
- * shuffles that undo ShiftRows and turn the words in one (derive_aes.py). Nothing secret is an
- * address.
+ * AESENCLAST with a zero key is AES's S-box and ShiftRows: the inversion that SM4 needs, with
+ * another affine map behind it. The state is kept under the S-box's inner map, so that nothing
+ * comes before the instruction; behind it are two maps, each two PSHUFB look-ups by nibble inside
+ * registers, and shuffles that undo ShiftRows and turn the words in one (derive_aes.py). Nothing
+ * secret is an address.
  */
 #include "sm4.h"
 
@@ -62,11 +62,13 @@ TIER_INLINE __m256i sm4_mix(__m256i x, __m256i word)
     const __m256i turn16 = BOTH(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     __m256i t = aes_substituted(x);
     __m256i low = low_nibble(t), high = high_nibble(t);
-    __m256i f = _mm256_xor_si256(_mm256_shuffle_epi8(mapped(low, high, a_low, a_high), UNSHIFT),
-                                 _mm256_shuffle_epi8(mapped(low, high, d_low, d_high), UNSHIFT_TURN));
+    __m256i a = mapped(low, high, a_low, a_high), d = mapped(low, high, d_low, d_high);
+    __m256i f =
+        _mm256_xor_si256(_mm256_shuffle_epi8(a, UNSHIFT), _mm256_shuffle_epi8(d, UNSHIFT_TURN));
 
     return _mm256_xor_si256(
-        _mm256_xor_si256(word, f), _mm256_xor_si256(_mm256_shuffle_epi8(f, turn8), _mm256_shuffle_epi8(f, turn16)));
+        _mm256_xor_si256(word, f),
+        _mm256_xor_si256(_mm256_shuffle_epi8(f, turn8), _mm256_shuffle_epi8(f, turn16)));
 }
 
 TIER_INLINE __m256i sm4_enter(__m256i x)

@@ -1,7 +1,7 @@
 /* SM4-GCM with Arm's SM4 instructions (Neoverse V1, V2, N2 and what is made of them).
  *
- * SM4E does four rounds of one block; eight blocks go side by side to cover its latency. GHASH is by
- * PMULL. Correctness is shown under an emulator only: no machine of this kind has timed it.
+ * SM4E does four rounds of one block; eight blocks go side by side to cover its latency. GHASH is
+ * by PMULL. Correctness is shown under an emulator only: no machine of this kind has timed it.
  */
 #include "sm4.h"
 
@@ -15,7 +15,8 @@
 ARM_TIER_NOT_BUILT(sm4_tier_arm_sm4, "arm-sm4");
 #else
 
-enum { GROUP_BLOCKS = 8, GROUP = GROUP_BLOCKS * SM4_BLOCK, PASS = 4 * GROUP, PASS_MOST = 5 * GROUP };
+enum { GROUP_BLOCKS = 8, GROUP = GROUP_BLOCKS * SM4_BLOCK };
+enum { PASS = 4 * GROUP, PASS_MOST = 5 * GROUP };
 
 static int usable(void)
 {
