@@ -6,15 +6,23 @@ cannot be used, 4 that room is not in this image. `audit verify` has its own, 10
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
 GROUP = "tongguan.commands"
+SETTINGS_GROUP = "tongguan.settings"
 EXIT_NOT_HERE = 4
+PLAIN_URL = "http://127.0.0.1:14080"
+SEALED_URL = "http://127.0.0.1:14081"
 
 
 class Rooms(click.Group):
@@ -29,6 +37,13 @@ class Rooms(click.Group):
         order = ["up", "ask", "sidecar", "agent", "keys", "audit", "config", "version"]
         names = self._points()
         return [n for n in order if n in names] + sorted(n for n in names if n not in order)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their summaries whole: click would cut what does not fit."""
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(n, command.get_short_help_str(limit=200)) for n, command in found if command]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load one command; a room that is missing gives a command that says so."""
@@ -67,6 +82,7 @@ def _absent(name: str, module: str) -> click.Command:
 
 
 @click.command(cls=Rooms, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tongguan", message="tongguan %(version)s")
 def main() -> None:
     """SM4-protected, class-aware, auditable inference traffic.
 
@@ -75,25 +91,32 @@ def main() -> None:
     """
 
 
-@click.command()
+@click.command(short_help="Run the sidecar until SIGTERM.")
 @click.option("--config", "path", metavar="PATH", help="settings file, or a directory of it")
 def sidecar(path: str | None) -> None:
-    """Run the sidecar in the foreground until SIGTERM."""
+    """Run the sidecar in the foreground until SIGTERM.
+
+    Plain requests on 14080, SM4 envelopes on 14081 (with a key file), probes and metrics on 14090.
+    Settings come from --config and from TONGGUAN_… variables, which win; a tongguan.toml in the
+    working directory is read only if --config names it.
+
+    Exit codes: 0 drained, 1 failed, 2 bad settings, 3 a port, key file or directory cannot be used.
+    """
     from proxy.__main__ import main as run
 
     sys.exit(run(["--config", path] if path else []))
 
 
-@click.command()
+@click.command(short_help="Ask one question, plain or over the SM4 channel.")
 @click.argument("question")
-@click.option("--url", default="http://127.0.0.1:14080", show_default=True, help="a door")
-@click.option("--keys", "keys_file", type=click.Path(), help="client.json: ask sealed, on 14081")
+@click.option("--url", help=f"a door  [default: {PLAIN_URL}; with --keys {SEALED_URL}]")
+@click.option("--keys", "keys_file", type=click.Path(), help="client.json: ask sealed")
 @click.option("--model", help="model id; default: the first one served")
 @click.option("--qos", type=click.Choice(["P0", "P1", "P2"]), help="class to ask for")
 @click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(min=1))
 def ask(
     question: str,
-    url: str,
+    url: str | None,
     keys_file: str | None,
     model: str | None,
     qos: str | None,
@@ -101,15 +124,19 @@ def ask(
 ) -> None:
     """Ask one question and stream the answer; with --keys over the SM4 channel.
 
-    Example: tongguan ask --keys client.json --url http://127.0.0.1:14081 "Who are you?"
-    """
+    \b
+    tongguan ask "Who are you?"
+    tongguan ask --keys client.json "Who are you?"
+
+    Exit codes: 0 answered, 2 wrong use, 3 no whole answer (docs/envelope.md, "When it fails").
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from proxy.ask import AskError
     from proxy.ask import ask as ask_once
 
     try:
         result = ask_once(
             question,
-            base_url=url,
+            base_url=url if url is not None else SEALED_URL if keys_file else PLAIN_URL,
             keys_file=keys_file,
             model=model,
             qos=qos,
@@ -125,6 +152,8 @@ def ask(
         f"trace_id {result.trace_id}  qos {result.qos_class}  pool {result.pool}  "
         f"ttft {result.ttft_ms:.0f} ms  tokens/s {rate}"
     )
+    if result.finish_reason == "length":
+        facts += f"  finish length ({result.tokens} tokens)"
     click.echo(click.style(facts, dim=True), err=True)
 
 
@@ -135,22 +164,58 @@ def config() -> None:
 
 @config.command("check")
 @click.option("--config", "path", metavar="PATH", help="settings file, or a directory of it")
-@click.option("--show", is_flag=True, help="print every setting with its value")
+@click.option("--show", is_flag=True, help="print every setting with its value, as JSON")
 def config_check(path: str | None, show: bool) -> None:
-    """Check settings without starting; every mistake is listed, exit 2."""
-    from proxy.config import SettingsError, describe, read
+    """Check settings without starting; every mistake is listed.
 
+    Checks the sidecar's settings and, where the agent is installed, section [agent] and the
+    TONGGUAN_AGENT_… variables. A tongguan.toml in the working directory is read only if --config
+    names it. With --show the JSON alone goes to stdout.
+
+    Exit codes: 0 settings ok, 2 mistakes.
+    """
+    from proxy.config import FILE_NAME, SettingsError, describe, file_of, load, text_of
+
+    shown: dict[str, Any] = {}
+    problems: list[str] = []
     try:
-        settings = read(path, os.environ)
+        text = text_of(path)
     except SettingsError as problem:
-        for line in problem.problems:
+        problems = problem.problems
+    else:
+        try:
+            shown = describe(load(text, os.environ))
+        except SettingsError as problem:
+            problems = problem.problems
+        for name, room in _rooms_with_settings():
+            try:
+                shown[name] = dataclasses.asdict(room(text, os.environ))
+            except SettingsError as problem:
+                problems += [line for line in problem.problems if line not in problems]
+    if path is None and Path(FILE_NAME).exists():
+        click.echo(
+            f"tongguan config: warning: ./{FILE_NAME} was not read; to read it: --config .",
+            err=True,
+        )
+    if problems:
+        for line in problems:
             click.echo(f"tongguan config: {line}", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(2)
     if show:
         import orjson
 
-        click.echo(orjson.dumps(describe(settings), option=orjson.OPT_INDENT_2).decode())
-    click.echo("settings ok")
+        click.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    source = file_of(path) or "no file, defaults and variables"
+    click.echo(f"settings ok: {source}", err=show)
+
+
+def _rooms_with_settings() -> Iterator[tuple[str, Callable[[str, Mapping[str, str]], Any]]]:
+    """Yield the rooms that registered a check of their settings and are in this image."""
+    for point in metadata.entry_points(group=SETTINGS_GROUP):
+        try:
+            yield point.name, point.load()
+        except ImportError:
+            continue
 
 
 @click.command()

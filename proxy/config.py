@@ -288,7 +288,7 @@ def build(
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     known = {f.name for f in dataclasses.fields(kind)}
-    problems.extend(f"{path}{key}: unknown setting" for key in table if key not in known)
+    problems.extend(f"{path}{key}: {_unknown(kind, hints)}" for key in table if key not in known)
     for item in dataclasses.fields(kind):
         hint, full = hints[item.name], f"{path}{item.name}"
         raw = table.get(item.name)
@@ -321,6 +321,14 @@ def build(
             except ValueError as problem:
                 problems.append(str(problem))
     return kind(**values)
+
+
+def _unknown(kind: type[Any], hints: Mapping[str, Any]) -> str:
+    """Say that a key is none of `kind`; where all of it is tables, such as pools, name those."""
+    names = [item.name for item in dataclasses.fields(kind)]
+    if len(names) > 1 and all(dataclasses.is_dataclass(hints[name]) for name in names):
+        return f"unknown setting; there are {', '.join(names[:-1])} and {names[-1]}"
+    return "unknown setting"
 
 
 def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, Any]:
@@ -403,8 +411,10 @@ def split_address(address: str) -> tuple[str, int]:
     elif ":" in host:
         raise ValueError(f"expected host:port, IPv6 as [address]:port, got {address!r}")
     number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 65536
-    if not _HOST.fullmatch(host) or number > 65535:
+    if not _HOST.fullmatch(host):
         raise ValueError(f"expected host:port, got {address!r}")
+    if number > 65535:
+        raise ValueError(f"expected host:port with a port of 1-65535, got {address!r}")
     return host, number
 
 
@@ -423,18 +433,30 @@ def split_endpoint(endpoint: str) -> tuple[str, int] | str:
     return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:80")
 
 
+def file_of(path: str | None) -> Path | None:
+    """Return the settings file that `path` (a file, or a directory of it) means; None: none."""
+    if path is None:
+        return None
+    file = Path(path)
+    return file / FILE_NAME if file.is_dir() else file
+
+
+def text_of(path: str | None) -> str:
+    """Return the text of the settings file; "" for None. Raises `SettingsError`."""
+    file = file_of(path)
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise SettingsError([f"{file}: {problem.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise SettingsError([f"{file}: not UTF-8"]) from None
+
+
 def read(path: str | None, environ: Mapping[str, str]) -> Settings:
     """Read settings from `path` (file or directory; None: defaults and environment only)."""
-    if path is None:
-        return load("", environ)
-    file = Path(path)
-    if file.is_dir():
-        file /= FILE_NAME
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise SettingsError([f"{file}: {problem}"]) from None
-    return load(text, environ)
+    return load(text_of(path), environ)
 
 
 def describe(settings: Settings) -> dict[str, Any]:

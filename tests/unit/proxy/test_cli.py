@@ -10,7 +10,8 @@ from importlib import metadata
 import pytest
 from click.testing import CliRunner
 
-from proxy.cli import GROUP, main
+from proxy.ask import AskError
+from proxy.cli import GROUP, PLAIN_URL, SEALED_URL, SETTINGS_GROUP, main
 
 COMMANDS = ["up", "ask", "sidecar", "agent", "keys", "audit", "config", "version"]
 
@@ -82,6 +83,37 @@ def test_version_is_that_of_the_distribution(tongguan):
     assert (result.exit_code, result.output) == (0, f"tongguan {metadata.version('tongguan')}\n")
 
 
+def test_version_is_an_option_too(tongguan):
+    result = tongguan("--version")
+    assert (result.exit_code, result.output) == (0, f"tongguan {metadata.version('tongguan')}\n")
+
+
+def test_no_summary_of_a_command_is_cut(tongguan):
+    assert "..." not in tongguan("--help").output.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("command", [("sidecar",), ("ask",), ("config", "check"), ("keys",)])
+def test_help_names_the_exit_codes(tongguan, command):
+    assert "Exit codes: 0" in tongguan(*command, "--help").output
+
+
+# --- ask
+
+
+@pytest.mark.parametrize(("options", "url"), [((), PLAIN_URL), (("--keys", "F"), SEALED_URL)])
+def test_ask_goes_to_the_door_that_fits(tongguan, monkeypatch, options, url):
+    seen = []
+
+    def record(question, *, base_url, **others):
+        seen.append((question, base_url))
+        raise AskError("enough")
+
+    monkeypatch.setattr("proxy.ask.ask", record)
+    assert tongguan("ask", "Who?", *options).exit_code == 3
+    assert tongguan("ask", "Who?", "--url", "http://127.0.0.1:1", *options).exit_code == 3
+    assert seen == [("Who?", url), ("Who?", "http://127.0.0.1:1")]
+
+
 # --- config check
 
 
@@ -89,7 +121,50 @@ def test_good_settings_are_said_to_be_ok(tongguan, tmp_path):
     (tmp_path / "tongguan.toml").write_text("[doors]\napp = '127.0.0.1:1'\n")
     for path in (tmp_path, tmp_path / "tongguan.toml"):
         result = tongguan("config", "check", "--config", str(path))
-        assert (result.exit_code, result.output) == (0, "settings ok\n")
+        file = tmp_path / "tongguan.toml"
+        assert (result.exit_code, result.output) == (0, f"settings ok: {file}\n")
+
+
+def test_without_a_file_the_check_says_what_it_looked_at(tongguan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = tongguan("config", "check")
+    said = "settings ok: no file, defaults and variables\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, said, "")
+
+
+def test_a_settings_file_that_lies_here_unread_is_a_warning(tongguan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tongguan.toml").write_text("colour = 1\n")
+    result = tongguan("config", "check")
+    assert result.exit_code == 0
+    assert "./tongguan.toml was not read; to read it: --config ." in result.stderr
+    assert tongguan("config", "check", "--config", ".").exit_code == 2
+
+
+def test_the_agent_s_settings_are_checked_and_shown_too(tongguan, tmp_path):
+    (tmp_path / "tongguan.toml").write_text("[agent]\nqueue = 7\n")
+    where = ("config", "check", "--config", str(tmp_path))
+    shown = json.loads(tongguan(*where, "--show", TONGGUAN_AGENT_THREADS="2").stdout)
+    assert (shown["agent"]["queue"], shown["agent"]["threads"]) == (7, 2)
+    (tmp_path / "tongguan.toml").write_text("colour = 1\n[agent]\nqueue = 0\ncolour = 1\n")
+    result = tongguan(*where, TONGGUAN_AGENT_COLOUR="red")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "tongguan config: colour: unknown setting",
+        "tongguan config: agent.colour: unknown setting",
+        "tongguan config: agent.queue: must be at least 1, got 0",
+        "tongguan config: TONGGUAN_AGENT_COLOUR: unknown variable",
+    ]
+
+
+def test_a_file_that_is_no_toml_is_said_once(tongguan, tmp_path):
+    (tmp_path / "tongguan.toml").write_text("=\n")
+    result = tongguan("config", "check", "--config", str(tmp_path))
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+
+
+def test_a_room_with_settings_that_is_not_installed_is_passed_over(tongguan, install):
+    install(f"[{SETTINGS_GROUP}]", "dance = missing_room_of_ours.config:load")
     assert tongguan("config", "check").exit_code == 0
 
 
@@ -99,7 +174,8 @@ def test_show_prints_every_setting_from_all_its_sources(tongguan, tmp_path):
         "config", "check", "--show", "--config", str(tmp_path), TONGGUAN_LOG_LEVEL="debug"
     )
     assert result.exit_code == 0
-    shown = json.loads(result.stdout.removesuffix("settings ok\n"))
+    shown = json.loads(result.stdout)
+    assert "settings ok: " in result.stderr
     assert shown["doors"]["backlog"] == 7
     assert shown["log_level"] == "debug"
     assert shown["tenants"] == {"acme": {"max_class": "P1"}}
@@ -120,7 +196,8 @@ def test_every_mistake_is_listed_and_the_code_is_2(tongguan, tmp_path):
 def test_a_missing_file_is_a_mistake(tongguan, tmp_path):
     result = tongguan("config", "check", "--config", str(tmp_path / "none.toml"))
     assert result.exit_code == 2
-    assert "none.toml" in result.stderr
+    file = tmp_path / "none.toml"
+    assert result.stderr == f"tongguan config: {file}: No such file or directory\n"
 
 
 def test_the_sidecar_does_not_start_with_bad_settings(tongguan, tmp_path, capfd):

@@ -263,7 +263,6 @@ def test_the_error_says_all_problems_in_its_text():
     ("text", "name"),
     [
         ("[doors]\nApp = 'x'\n", "doors.App"),
-        ("[pools.fast]\ninflight = 1\n", "pools.fast"),
         ("[qos.p1]\ninflight = 1\n", "qos.p1"),
         ("[tenants.acme]\nclass = 'P0'\n", "tenants.acme.class"),
     ],
@@ -501,7 +500,7 @@ def test_a_missing_file_is_a_problem_that_names_it(tmp_path):
 def test_a_file_that_is_not_utf8_is_a_problem(tmp_path):
     file = tmp_path / "tongguan.toml"
     file.write_bytes(b'log_level = "\xff"\n')
-    with pytest.raises(SettingsError, match=r"tongguan\.toml: .*utf-8"):
+    with pytest.raises(SettingsError, match=r"tongguan\.toml: not UTF-8"):
         read(str(tmp_path), {})
 
 
@@ -515,3 +514,22 @@ def test_settings_are_shown_as_plain_data_with_every_name():
         table = plain
         for part in name.split("."):
             table = table[part]
+
+
+@pytest.mark.parametrize("address", ["host:65536", "host:99999", "[::1]:70000", "host:http"])
+def test_a_port_that_is_none_names_the_range(address):
+    with pytest.raises(ValueError, match="port of 1-65535"):
+        split_address(address)
+
+
+def test_an_unknown_pool_is_told_which_there_are():
+    assert problems("[pools.fast]\n") == [
+        "pools.fast: unknown setting; there are dedicated, shared and best_effort"
+    ]
+
+
+def test_a_file_that_is_not_there_is_named_once(tmp_path):
+    file = tmp_path / "none.toml"
+    with pytest.raises(SettingsError) as caught:
+        read(str(file), {})
+    assert caught.value.problems == [f"{file}: No such file or directory"]
