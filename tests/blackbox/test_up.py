@@ -65,9 +65,11 @@ def split(output):
 def test_the_answer_comes_and_its_record_verifies_twice(home):
     keys = []
     for question in ("the quick brown fox", "你好 \"$HOME\" 'x'"):
-        done = home.oneshot("--ask", question)
+        done = home.oneshot("--ask", question, "--max-tokens", "5")
         assert done.returncode == 0, done.stderr.decode()
         answer, facts = split(done.stdout)
+        assert int(facts["tokens"]) <= 5
+        assert facts.get("finish", "length (5 tokens)") == "length (5 tokens)"
         assert (facts["outcome"], facts["audit"], facts["pool"]) == ("ok", "ok", "shared")
         assert facts["qos"] == "P1"
         assert float(facts["ttft"].removesuffix(" ms")) > 0
@@ -173,6 +175,11 @@ def test_a_flipped_byte_in_an_old_chain_fails_the_run(tmp_path):
     assert b"do not verify" in done.stderr
     assert b"content_mismatch" in done.stderr
     assert b"audit ok" not in done.stdout
+    (line,) = [line for line in done.stderr.decode().splitlines() if "; again: " in line]
+    again = subprocess.run(
+        line.partition("; again: ")[2], shell=True, capture_output=True, check=False
+    )
+    assert again.returncode == 13, again.stderr
 
 
 def test_keys_others_can_read_stop_it(tmp_path):

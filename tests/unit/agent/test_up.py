@@ -1,11 +1,16 @@
+import dataclasses
+import io
 import os
 import socket
+import subprocess
 import sys
+import textwrap
 import tomllib
 
 import pytest
+from click.testing import CliRunner
 
-from agent import children, plan, up
+from agent import children, cli, plan, up
 from agent import config as agent_config
 from agent.children import Child, ChildError, wait_ready
 from proxy import config as sidecar_config
@@ -57,7 +62,7 @@ def test_a_base_port_moves_all_five_ports_and_leaves_sockets(tmp_path):
     assert sidecar.pools.shared.endpoints == (f"unix:{agent.socket}",)
 
 
-def run(tmp_path, monkeypatch, **variables):
+def run(tmp_path, monkeypatch, question="?", **variables):
     for name in list(os.environ):
         if name.startswith("TONGGUAN_"):
             monkeypatch.delenv(name)
@@ -65,7 +70,31 @@ def run(tmp_path, monkeypatch, **variables):
         monkeypatch.setenv(name, value)
     handlers = {}
     monkeypatch.setattr(up.signal, "signal", handlers.__setitem__)
-    return up.run(state=tmp_path / "s", base_port=1024, question="?", oneshot=True, ready_s=1)
+    return up.run(
+        state=tmp_path / "s",
+        base_port=1024,
+        question=question,
+        max_tokens=8,
+        oneshot=True,
+        ready_s=1,
+    )
+
+
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_an_empty_question_is_refused_before_anything_is_made(
+    question, tmp_path, monkeypatch, capfd
+):
+    assert run(tmp_path, monkeypatch, question) == 2
+    assert "the question is empty" in capfd.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_command_does_not_replace_an_empty_question(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    done = CliRunner().invoke(cli.up, ["--ask", "", "--state", str(tmp_path / "s")])
+    assert done.exit_code == 2
+    assert "the question is empty" in done.output + capfd.readouterr().err
+    assert not (tmp_path / "s").exists()
 
 
 def test_an_unknown_variable_is_named(tmp_path, monkeypatch, capfd):
@@ -96,6 +125,86 @@ def test_a_state_directory_that_cannot_be_made_is_named(tmp_path, monkeypatch, c
     assert str(tmp_path / "s") in capfd.readouterr().err
 
 
+def copied(tmp_path, keys):
+    """A state directory whose settings were written for another one."""
+    state = tmp_path / "s"
+    state.mkdir()
+    (state / plan.FILE_NAME).write_text(plan.settings_text(tmp_path / "first", 15000))
+    if keys:
+        (state / "keys").mkdir()
+        (state / "keys" / "sidecar.json").write_text("{}")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("keys", "comes"), [(True, "are used again"), (False, "and keys are made in")]
+)
+def test_the_settings_of_another_state_directory_are_refused(
+    keys, comes, tmp_path, monkeypatch, capfd
+):
+    state = copied(tmp_path, keys)
+    assert run(tmp_path, monkeypatch) == 2
+    shown = capfd.readouterr().err
+    for word in (f"{state}/tongguan.toml", "Remove it", comes, "TONGGUAN_AUDIT_DIR",
+                 f"keys.file is {tmp_path}/first/keys/sidecar.json",
+                 f"audit.dir is {tmp_path}/first/audit"):  # fmt: skip
+        assert word in shown
+    assert not (tmp_path / "first").exists()
+
+
+def test_a_place_elsewhere_is_taken_from_a_variable_only(tmp_path):
+    state = copied(tmp_path, keys=False)
+    elsewhere = {
+        "TONGGUAN_KEYS_FILE": str(state / "keys" / "sidecar.json"),
+        "TONGGUAN_ENVELOPE_STATE_DIR": "",
+        "TONGGUAN_AGENT_SOCKET": "",
+    }
+    with pytest.raises(plan.UpError) as caught:
+        plan.make(state, None, elsewhere)
+    assert caught.value.lines == (f"audit.dir is {tmp_path}/first/audit",)
+    elsewhere["TONGGUAN_AUDIT_DIR"] = str(tmp_path / "disk")
+    assert plan.make(state, None, elsewhere).sidecar.audit.dir == str(tmp_path / "disk")
+
+
+def test_keys_that_are_gone_are_not_promised_anew_where_old_ones_lie(tmp_path):
+    state = tmp_path / "s"
+    (state / "keys").mkdir(parents=True)
+    (state / "keys" / "sidecar.json").write_text("{}")
+    gone = {"TONGGUAN_KEYS_FILE": str(state / "gone" / "sidecar.json")}
+    with pytest.raises(plan.UpError, match=r"unset TONGGUAN_KEYS_FILE .* are used again"):
+        plan.check_keys(plan.make(state, None, gone))
+    text = (state / plan.FILE_NAME).read_text().replace("/keys/", "/gone/")
+    (state / plan.FILE_NAME).write_text(text)
+    with pytest.raises(plan.UpError, match=r"remove .*tongguan\.toml and run again .* again\)"):
+        plan.check_keys(plan.make(state, None, {}))
+
+
+def test_printed_commands_run_where_they_are_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a state").mkdir()
+    made = plan.make(tmp_path / "a state", 15000, {})
+    text = up.how_to_call("a:1", "s:1", "m:1", made)
+    commands = [line.strip() for line in text.splitlines() if " audit verify " in line]
+    command = commands[0]
+    assert "--keys 'a state/keys/auditor.json' --live" in command
+    help_of = command.partition(" audit ")[0] + " audit verify --help"
+    done = subprocess.run(help_of, shell=True, capture_output=True, timeout=60, check=True)
+    assert b"chains" in done.stdout
+    start = text.index("  import httpx")
+    compile(textwrap.dedent(text[start:]), "printed", "exec")
+
+
+def test_programs_beside_the_interpreter_are_named_from_here(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tongguan").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert plan.installed("tongguan", "proxy.cli") == "bin/tongguan"
+    assert plan.installed("pip", "pip") == "bin/python -m pip"
+    monkeypatch.chdir("/")
+    assert plan.installed("tongguan", "proxy.cli").endswith("/bin/tongguan")
+
+
 def test_a_taken_port_is_named_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
@@ -115,6 +224,51 @@ def test_facts_are_one_a_line():
                  "seq 2", "output_hash ab", "outcome ok"):  # fmt: skip
         assert line in lines
     assert not any(line.startswith("other") for line in lines)
+
+
+def test_only_a_cut_answer_says_how_it_ended():
+    assert not any(line.startswith("finish") for line in up.facts(RESULT, {}))
+    cut = dataclasses.replace(RESULT, finish_reason="length")
+    assert "finish length (3 tokens)" in up.facts(cut, {})
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("start_fence_ms=8001", "start fence, 9 s left"),
+        ("start_fence_ms=0", "start fence, 0 s left"),
+        ("model loading: weights 40%", "loading the model, 40 %"),
+        ("clock_behind_ms=6100", "the clock is 6 s behind"),
+        ("no_live_kid", "no key is valid now"),
+        ("start_fence_ms=soon", "start fence ms"),
+        ("some_new_reason", "some new reason"),
+        ("", ""),
+    ],
+)
+def test_reasons_are_in_words(reason, words):
+    assert children.in_words(reason) == words
+
+
+def test_the_progress_line_is_drawn_twice_a_second_at_most():
+    now_s, terminal = [0.0], io.StringIO()
+    progress = up.Progress(terminal, lambda: now_s[0])
+    for step in range(21):  # two seconds of polls
+        now_s[0] = step / 10
+        progress.show({"sidecar": f"start fence, {step} s left"})
+    assert terminal.getvalue().count("start fence") == 5
+    progress.show({"sidecar": None})
+    assert "ready" not in terminal.getvalue()
+    for _ in range(2):
+        now_s[0] += 1
+        progress.show({"sidecar": None})
+    assert terminal.getvalue().count("sidecar: ready") == 1
+
+
+def test_without_a_terminal_there_is_no_progress_line(capfd):
+    progress = up.Progress(None, lambda: 0.0)
+    progress.show({"sidecar": "starting"})
+    progress.clear()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_on_a_terminal_a_model_gives_no_orders():
@@ -189,8 +343,6 @@ def test_a_child_that_will_not_end_is_killed(tmp_path):
 
 def test_up_loads_without_torch():
     code = "import agent.up, agent.cli, sys; assert 'torch' not in sys.modules"
-    import subprocess
-
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -202,3 +354,33 @@ def test_a_long_log_is_put_aside(tmp_path):
         wait_ready((thing,), 30, lambda _state: None)
     assert (tmp_path / "log").read_text() == "fresh\n"
     assert (tmp_path / "log.old").stat().st_size > children.LOG_BYTES_MAX
+
+
+@pytest.mark.parametrize("command", [cli.agent, cli.up])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_each_command_has_both_forms_of_help(command, option):
+    done = CliRunner().invoke(command, [option])
+    assert done.exit_code == 0
+    assert "Exit codes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [
+        ({"TONGGUAN_AGENT_LISTEN": "nowhere"}, 2),
+        ({"TONGGUAN_AGENT_TOKEN_FILE": "/no/such/file"}, 3),
+    ],
+)
+def test_the_agents_mistakes_have_one_prefix(variables, code):
+    environ = {n: v for n, v in os.environ.items() if not n.startswith("TONGGUAN_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "agent"],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith("tongguan agent: agent.")
+    assert len(done.stderr.splitlines()) == 1
