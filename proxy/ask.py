@@ -24,6 +24,16 @@ MAX_TOKENS_DEFAULT = 256
 CONNECT_S = 5.0
 READ_S = 120.0
 _ERROR_TEXT_MAX = 300
+# What a door for clear requests answers to an envelope.
+_CLEAR_DOOR_STATUS = frozenset({200, 400, 404, 405, 415})
+_CLEAR_DOOR_CODES = frozenset({None, "invalid_request", "method_not_allowed"})
+_NOT_OUR_KEYS = (
+    "keys not of this sidecar? compare the kid with `tongguan keys show`; the sidecar's log has "
+    "the reason"
+)
+_STALE = "clocks more than 60 s apart, or a sidecar younger than its 10 s start fence: try again"
+_TAKES_CLEAR = "that door takes clear requests; --url of the sealed one"
+_TAKES_SEALED = "that door takes sealed requests; give --keys, or --url of the plain one"
 
 
 class AskError(Exception):
@@ -72,24 +82,29 @@ def ask(
     if not url.endswith("/v1"):
         url += "/v1"
     try:
-        transport = Sm4Transport(keys_file) if keys_file else httpx.HTTPTransport(trust_env=False)
+        transport = (
+            Sm4Transport(keys_file)
+            if keys_file is not None
+            else httpx.HTTPTransport(trust_env=False)
+        )
     except (KeyFileError, OSError) as problem:
         raise AskError(_os_text(problem)) from None
     headers = {"X-QoS-Class": qos} if qos else {}
+    sealed = keys_file is not None
     timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
     try:
         with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
             body = {
-                "model": model or _first_model(client, url),
+                "model": model or _first_model(client, url, sealed=sealed),
                 "messages": [{"role": "user", "content": question}],
                 "max_tokens": max_tokens,
                 "temperature": temperature,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            return _converse(client, url, body, on_text, sealed=keys_file is not None)
+            return _converse(client, url, body, on_text, sealed=sealed)
     except AnswerError as problem:
-        raise AskError(f"{url}: {problem}") from None
+        raise AskError(f"{url}: {problem}{_hint(problem)}") from None
     except httpx.ConnectError as problem:
         host = httpx.URL(url).netloc.decode("ascii", "replace")
         raise AskError(
@@ -103,16 +118,29 @@ def ask(
         raise AskError(f"{url}: {str(problem) or type(problem).__name__}") from None
 
 
+def _hint(problem: AnswerError) -> str:
+    """Return what to do about an answer that is no envelope for us, "" where nobody can tell."""
+    if problem.reason is not None:
+        return ""
+    if problem.code == "envelope_rejected":
+        return f"; {_NOT_OUR_KEYS}"
+    if problem.code == "envelope_stale":
+        return f"; {_STALE}"
+    if problem.status in _CLEAR_DOOR_STATUS and problem.code in _CLEAR_DOOR_CODES:
+        return f"; {_TAKES_CLEAR}"
+    return ""
+
+
 def _os_text(problem: Exception) -> str:
     if isinstance(problem, OSError):
         return f"{problem.filename}: {problem.strerror}"
     return str(problem)
 
 
-def _first_model(client: httpx.Client, url: str) -> str:
+def _first_model(client: httpx.Client, url: str, *, sealed: bool) -> str:
     response = client.get(f"{url}/models")
     if response.status_code != httpx.codes.OK:
-        raise AskError(_status_text(f"{url}/models", response))
+        raise AskError(_status_text(f"{url}/models", response, sealed=sealed))
     try:
         return str(orjson.loads(response.content)["data"][0]["id"])
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
@@ -137,7 +165,7 @@ def _converse(
     ) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
-            raise AskError(_status_text(f"{url}/chat/completions", response))
+            raise AskError(_status_text(f"{url}/chat/completions", response, sealed=sealed))
         for line in response.iter_lines():
             if line.startswith("data:"):
                 answer.take(line.removeprefix("data:").strip(), time.monotonic_ns())
@@ -216,9 +244,13 @@ def _error_text(body: Any) -> str:
     return " ".join(text.split())[:_ERROR_TEXT_MAX]
 
 
-def _status_text(url: str, response: httpx.Response) -> str:
+def _status_text(url: str, response: httpx.Response, *, sealed: bool) -> str:
     try:
         reason = _error_text(orjson.loads(response.content))
     except orjson.JSONDecodeError:
         reason = "no reason given"
-    return f"{url}: HTTP {response.status_code}, {reason}"
+    hint = ""
+    # A sealed one names such a code where the envelope opened: then the keys are right.
+    if not sealed and reason.startswith("envelope_"):
+        hint = f"; {_TAKES_SEALED}"
+    return f"{url}: HTTP {response.status_code}, {reason}{hint}"

@@ -182,7 +182,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.loopback.fault == "not json":
             self._send(502, "text/html", b"<h1>bad gateway</h1>")
             return
+        if self.headers["Content-Type"] == MEDIA_TYPE:
+            code = "method_not_allowed" if self.path.endswith("/models") else "invalid_request"
+            refusal = ERRORS[code]
+            self._send(refusal.status, "application/json", error_body(refusal, "no"))
+            return
         status, kind, parts = inner_answer(self.command, self.path, body)
+        if self.loopback.fault == "finish length":
+            parts = [part.replace(b'"stop"', b'"length"') for part in parts]
         if self.loopback.fault == "truncate":
             parts = parts[:3]
         if self.loopback.fault == "error event":

@@ -6,8 +6,10 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
 from proxy.ask import AskError, ask
+from proxy.cli import main
 from proxy.keys.file import KeyFile, encode
 from tests.unit.proxy.sm4_loopback import (
     ANSWER,
@@ -152,3 +154,65 @@ def test_keys_that_cannot_be_used_are_told_in_one_line(tmp_path: Path, keys_file
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "ftp://127.0.0.1", "nonsense", ""])
 def test_a_url_that_is_none_is_told_so(url: str) -> None:
     assert failing(url)
+
+
+# --- hints: what a person got wrong, said from this end
+
+
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_sealed_at_a_clear_door_is_told_so(
+    plain: Loopback, keys_file: Path, model: str | None
+) -> None:
+    assert "that door takes clear requests; --url of the sealed one" in failing(
+        plain.url, keys_file, model
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [
+        ("clear:method_not_allowed", "takes clear requests"),
+        ("clear:invalid_request", "takes clear requests"),
+        ("unsealed", "takes clear requests"),
+        ("clear:envelope_rejected", "compare the kid with `tongguan keys show`"),
+        ("clear:envelope_stale", "start fence: try again"),
+    ],
+)
+def test_a_refusal_in_clear_comes_with_what_to_look_at(
+    sealed: Loopback, keys_file: Path, fault: str, hint: str
+) -> None:
+    sealed.fault = fault
+
+    assert hint in failing(sealed.url, keys_file)
+
+
+def test_keys_of_another_sidecar_are_told_so(sealed: Loopback, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(encode(KeyFile("client", (live_key(),), {}, (), None, None)))
+    path.chmod(0o600)
+
+    assert "keys not of this sidecar?" in failing(sealed.url, path)
+
+
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_plain_at_a_sealed_door_is_told_so(sealed: Loopback, model: str | None) -> None:
+    assert "that door takes sealed requests; give --keys" in failing(sealed.url, None, model)
+
+
+@pytest.mark.parametrize("fault", ["clear:draining", "clear:unauthorized", "clear:internal_error"])
+def test_a_refusal_that_says_it_all_gets_no_hint(
+    sealed: Loopback, keys_file: Path, fault: str
+) -> None:
+    sealed.fault = fault
+
+    assert failing(sealed.url, keys_file).endswith(fault.removeprefix("clear:"))
+
+
+@pytest.mark.parametrize(("fault", "shown"), [("finish length", True), ("", False)])
+def test_an_answer_cut_by_its_limit_says_so(plain: Loopback, fault: str, shown: bool) -> None:
+    plain.fault = fault
+
+    result = CliRunner().invoke(main, ["ask", "?", "--url", plain.url])
+
+    assert result.exit_code == 0
+    assert (f"finish length ({len(PIECES)} tokens)" in result.stderr) is shown
