@@ -142,7 +142,9 @@ def model_of(body: bytes, content_type: str) -> str:
     JSON: the top member `model`; an empty body (a sealed GET) names none. multipart/form-data: the
     one part of that name. Raises BodyError where the envelope says `model_mismatch`.
     """
-    media = content_type.partition(";")[0].strip().lower()
+    media = content_type
+    if media != "application/json":
+        media = content_type.partition(";")[0].strip().lower()
     if media == "application/json" or media.endswith("+json"):
         if not body:
             return ""

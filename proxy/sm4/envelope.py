@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from proxy.sm4.cipher import NONCE_BYTES, SM4_GCM, TAG_BYTES
@@ -31,6 +32,7 @@ _KNOWN_FLAGS = STREAM | MAC | RESPONSE | SIGNATURE
 _SUITES = (SM4_GCM, 2)
 _HEADER = struct.Struct(">4sBBH8sQ12sI")
 assert _HEADER.size == HEADER_BYTES
+_U16 = struct.Struct(">H")
 _REQUEST_PRELUDE = re.compile(rb"([A-Z]+) (/[!-~]*)\n([ -~]*)\n([ -~]*)\n")
 _RESPONSE_PRELUDE = re.compile(rb"([0-9]{3})\n([ -~]*)\n")
 
@@ -158,7 +160,7 @@ def pad(data: bytes, unit: int) -> bytes:
 def padded_end(padded: bytes) -> int:
     """Return where the data ends before 0x80 and zeros; raises `EnvelopeError` bad_padding."""
     end = padded.rfind(b"\x80")
-    if end < 0 or padded[end + 1 :].strip(b"\0"):
+    if end < 0 or padded.count(0, end + 1) != len(padded) - end - 1:
         raise EnvelopeError("bad_padding")
     return end
 
@@ -187,7 +189,7 @@ def split_trailer(data: bytes, flags: int) -> tuple[bytes, bytes]:
     return data[:start], data[start:]
 
 
-@dataclass(slots=True)  # not frozen: made for each request
+@dataclass(frozen=True, slots=True)  # shared: see `decode_request_prelude`
 class RequestPrelude:
     """What a request asks for; `content_type` and `qos` may be empty."""
 
@@ -228,11 +230,20 @@ class ResponsePrelude:
 
 def decode_request_prelude(raw: bytes) -> RequestPrelude:
     """Return the prelude of a request; raises `EnvelopeError` bad_prelude."""
+    # A client sends the same few again and again; long ones are not kept.
+    return (_known_prelude if len(raw) <= _KNOWN_BYTES_MAX else _decode_request_prelude)(raw)
+
+
+def _decode_request_prelude(raw: bytes) -> RequestPrelude:
     found = _REQUEST_PRELUDE.fullmatch(raw)
     if found is None or len(raw) > PRELUDE_BYTES_MAX:
         raise EnvelopeError("bad_prelude")
     method, target, content_type, qos = found.groups()
     return RequestPrelude(method.decode(), target.decode(), content_type.decode(), qos.decode())
+
+
+_KNOWN_BYTES_MAX = 256
+_known_prelude = lru_cache(maxsize=128)(_decode_request_prelude)
 
 
 def decode_response_prelude(raw: bytes) -> ResponsePrelude:
@@ -249,10 +260,10 @@ def prelude_end(data: bytes | bytearray, end: int) -> int:
 
     `end`: where the data (or a stream's first frame) ends.
     """
-    size = int.from_bytes(data[: min(2, end)], "big") + 2
+    size = 2 + _U16.unpack_from(data)[0] if end >= 2 else 2
     if end < size:
         raise EnvelopeError("bad_prelude")
-    return size
+    return int(size)
 
 
 def split_prelude(data: bytes) -> tuple[bytes, bytes]:
