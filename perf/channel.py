@@ -244,9 +244,9 @@ def one(caller: Caller, pace: str, pid: int) -> Figures:
     after = process.cpu_ns(pid)
     caller.check(events)
     return {
-        "latency_ms": spent_ns / 1e6,
-        "cpu_ms": (after[0] - before[0]) / 1e6,
-        "wait": (after[1] - before[1]) / spent_ns,
+        "latency_ms": round(spent_ns / 1e6, 4),
+        "cpu_ms": round((after[0] - before[0]) / 1e6, 4),
+        "wait": round((after[1] - before[1]) / spent_ns, 4),
     }
 
 
