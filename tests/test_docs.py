@@ -139,6 +139,17 @@ def test_every_setting_named_in_a_document_exists() -> None:
     assert not list(unknown_settings("`limits.head_bytes` or TONGGUAN_LIMITS_HEAD_BYTES"))
 
 
+def test_the_settings_shown_for_a_sidecar_of_ones_own_load() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", read("docs/sidecar.md"), re.DOTALL)
+    settings = proxy.config.load(block, {})
+    ports = [getattr(settings.doors, door) for door in ("app", "sealed", "admin")]
+    assert ports == ["127.0.0.1:14080", "127.0.0.1:14081", "127.0.0.1:14090"]
+    pools = (settings.pools.dedicated, settings.pools.shared, settings.pools.best_effort)
+    assert {pool.endpoints for pool in pools} == {("http://127.0.0.1:8000",)}
+    assert settings.keys.file
+    assert settings.audit.dir
+
+
 def test_the_table_of_settings_is_what_the_code_declares() -> None:
     assert read("docs/settings.md") == settings_table.page(), (
         "python -m deploy.setup.settings_table > docs/settings.md"
