@@ -1,19 +1,22 @@
-"""Run the sidecar and sample where its main thread spends CPU time, without slowing every call.
+"""Start a sidecar and sample where its main thread spends CPU time, without slowing every call.
 
-    python -m perf.sample --config FILE        then load it, then Ctrl-C: the shares are printed
+    python -m perf.sample --config FILE        then load it, then Ctrl-C: one report is printed
 
-The kernel's profiling timer interrupts it each 2 ms of CPU time (ITIMER_PROF); a handler notes the
+It runs the sidecar itself, in this process: it does not attach to one that runs already. The
+kernel's profiling timer interrupts it each 2 ms of CPU time (ITIMER_PROF); a handler notes the
 stack. Time in C (system calls, hashing) counts for the Python line that called it.
 """
 
 from __future__ import annotations
 
-import runpy
+import argparse
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from proxy.__main__ import main as sidecar
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -47,26 +50,41 @@ class Samples:
         self.functions.update(on_stack)
 
     def show(self) -> str:
-        """Return both tables as shares of all samples."""
-        parts = []
+        """Return the report: shares of all samples, by line and by function."""
+        parts = [f"{self.total} samples, one each {EVERY_S * 1000:g} ms of CPU time"]
         for title, counts in (("innermost line", self.lines), ("on the stack", self.functions)):
-            parts.append(f"{title} ({self.total} samples)")
+            parts += ["", title]
             parts += [f"{n / self.total:6.1%}  {name}" for name, n in counts.most_common(ROWS)]
         return "\n".join(parts)
 
 
-def main() -> None:
-    """Sample until the sidecar ends."""
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", metavar="PATH", help="the sidecar's tongguan.toml, or its directory"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Sample until the sidecar ends; return its exit code."""
+    path = arguments().config
     samples = Samples()
     signal.signal(signal.SIGPROF, samples.take)
     signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
-    sys.argv[0] = "proxy"
     try:
-        runpy.run_module("proxy", run_name="__main__")
+        return sidecar(["--config", path] if path else [])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(samples.show() + "\n")
+        if samples.total:
+            sys.stdout.write(samples.show() + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
