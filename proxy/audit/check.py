@@ -48,6 +48,11 @@ class MacKeys:
         self._hmacs[key_id, origin] = made = Hmac(alg, key)
         return made
 
+    @property
+    def used(self) -> bool:
+        """Whether any record so far named one of these seeds."""
+        return bool(self._hmacs)
+
     def seed(self, seed_id: str) -> bytes | None:
         """Return a seed."""
         return self._seeds.get(seed_id)

@@ -24,7 +24,7 @@ NOT_FOUND = 1
 CONTENT_MISMATCH = 13
 
 
-@click.group()
+@click.group(short_help="Check what the sidecar wrote down about each request.")
 def audit() -> None:
     """Check what the sidecar wrote down about each request.
 
@@ -71,7 +71,13 @@ def verify(
     from proxy.audit.verify import verify_directory
 
     since_ns = _since_ns(since)
-    keys = _mac_keys(_read_keys(keys_file, "--keys")) if keys_file else None
+    key_file = _read_keys(keys_file, "--keys") if keys_file else None
+    if key_file and not key_file.chain_seeds:
+        raise click.BadParameter(
+            f"{keys_file}: a {key_file.role}'s file without chain seeds; they are in auditor.json",
+            param_hint="--keys",
+        )
+    keys = _mac_keys(key_file) if key_file else None
     total = _bytes_in(directory)
     show_progress = sys.stderr.isatty() and not as_json and total > 1 << 20
 
@@ -92,7 +98,7 @@ def verify(
     if as_json:
         click.echo(orjson.dumps(result.public(), option=orjson.OPT_INDENT_2))
     else:
-        _print(result)
+        _print(result, keys_file)
     sys.exit(result.exit_code)
 
 
@@ -106,9 +112,10 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
     """Print the record of one request, and its token ids if you are the auditor.
 
     \b
-    Exit codes: 0 found, 1 no such record, 2 wrong use, 3 cannot read,
-    13 the record's MAC or its token ids do not hold.
+    Exit codes: 0 found, 1 no such record, 2 wrong use (also the key of another auditor),
+    3 cannot read, 13 the record's MAC or its token ids do not hold.
     """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.ids import OTHER_AUDITOR
     from proxy.audit.show import find_record
 
     key_file = _read_keys(auditor_key, "--auditor-key") if auditor_key else None
@@ -124,6 +131,14 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
         _fail(f"cannot read {directory}: {problem.strerror}", 3)
     if shown is None:
         _fail(f"no request with trace id {trace_id} in {directory}", NOT_FOUND)
+    if key_file and (
+        shown.ids_note == OTHER_AUDITOR or (shown.mac == "not checked" and not shown.ids)
+    ):
+        raise click.BadParameter(
+            f"{auditor_key}: not the auditor's key of this chain; the record itself is shown "
+            "without a key",
+            param_hint="--auditor-key",
+        )
     if as_json:
         click.echo(orjson.dumps(shown.public(), option=orjson.OPT_INDENT_2))
     else:
@@ -180,23 +195,37 @@ def _bytes_in(directory: Path) -> int:
         return 0  # the check says what cannot be read
 
 
-def _print(result: Result) -> None:
+def _print(result: Result, keys_file: Path | None) -> None:
     public = result.public()
     first = result.first
     good = result.exit_code == 0
     click.secho(f"audit {result.verdict}", fg="green" if good else "red", bold=True)
-    if first is not None:
+    if first is not None and (first.origin or first.place.file):
         click.echo(f"  first at seq {first.seq} of {first.origin or 'an unknown chain'}")
-    macs = "checked" if result.mac_checked else "not checked (give --keys)"
-    click.echo(f"  {len(result.chains)} chains, {result.records} records; MACs {macs}")
-    click.echo("  signed to: none; witnessed to: none")
+    if result.chains:
+        counts = f"{_count(len(result.chains), 'chain')}, {_count(result.records, 'record')}"
+        click.echo(f"  {counts}; MACs {_macs(result, keys_file)}")
     for chain in result.chains[-_SHOWN_CHAINS:]:
-        click.echo(f"  chain {chain.dir}: {chain.records} records, {chain.end}")
+        click.echo(f"  chain {chain.dir}: {_count(chain.records, 'record')}, {chain.end}")
     if len(result.chains) > _SHOWN_CHAINS:
         click.echo(f"  (the last {_SHOWN_CHAINS} chains are shown; --json gives all)")
     for finding in public["findings"][:_SHOWN_FINDINGS]:
-        where = f"{finding['file']} byte {finding['offset']}"
-        click.echo(f"  {finding['class']} seq {finding['seq']}: {finding['note']} ({where})")
+        where = f" ({finding['file']} byte {finding['offset']})" if finding["file"] else ""
+        seq = f" seq {finding['seq']}" if finding["file"] or finding["origin"] else ""
+        click.echo(f"  {finding['class']}{seq}: {finding['note']}{where}")
     hidden = len(public["findings"]) - _SHOWN_FINDINGS + result.omitted
     if hidden > 0:
-        click.echo(f"  and {hidden} more findings")
+        click.echo(f"  and {_count(hidden, 'more finding')}")
+
+
+def _macs(result: Result, keys_file: Path | None) -> str:
+    if result.mac_checked:
+        some = any(finding.cls == "key_unknown" for finding in result.findings)
+        return "checked, but for records whose seed is not there" if some else "checked"
+    if keys_file is None:
+        return "not checked (give --keys)"
+    return f"not checked: no record here is of a seed in {keys_file}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"

@@ -199,6 +199,8 @@ class Disk:
         self._syncs += 1
         try:
             os.fdatasync(fd)
+            if os.fstat(fd).st_nlink == 0:
+                raise OSError(errno.ENOENT, "the segment file was removed")  # noqa: TRY301
         except OSError as problem:
             raise _SyncFailed(problem) from problem
 

@@ -37,6 +37,11 @@ def _whole(key: bytes | None, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest() if key is None else _absorbed(key).hex(data)
 
 
+def whole_hash(key: bytes | None, body: bytes) -> str:
+    """Return the hash of a body as it came, hex; no framing, so it can be taken in passing."""
+    return _whole(key, body)
+
+
 def params_hash(key: bytes | None, *parts: bytes) -> str:
     """Return the hash of parts, each framed as u32 big-endian length || bytes; hex."""
     return _whole(key, b"".join([_U32(len(part)) + part for part in parts]))
@@ -83,20 +88,28 @@ class OutputHasher:
             data = _SURROGATES.sub("\ufffd", text).encode()
         self._length += len(data)
         if index == 0:
-            if self._hash is not None:
-                self._hash.update(data)
-            elif not self._first:
-                self._first = data
-            else:
-                key = self._key
-                self._hash = hashlib.sha256() if key is None else _absorbed(key).begin()
-                self._hash.update(self._first)
-                self._hash.update(data)
+            self._first_choice(data)
         elif not 0 < index < CHOICES or self._buffered + len(data) > BUFFER_BYTES:
             self._over = True
         else:
             self._buffered += len(data)
             self._others.setdefault(index, []).append(data)
+
+    def feed_bytes(self, data: bytes) -> None:
+        """Take bytes as they are, as of choice 0."""
+        self._length += len(data)
+        self._first_choice(data)
+
+    def _first_choice(self, data: bytes) -> None:
+        if self._hash is not None:
+            self._hash.update(data)
+        elif not self._first:
+            self._first = data
+        else:
+            key = self._key
+            self._hash = hashlib.sha256() if key is None else _absorbed(key).begin()
+            self._hash.update(self._first)
+            self._hash.update(data)
 
     def finish(self) -> tuple[str | None, int]:
         """Return (hex or None, length in bytes of what is hashed, joiners included)."""

@@ -48,6 +48,9 @@ _LOW_ORDER = frozenset(
 _WRAP_INFO = b"tongguan audit ids wrap"
 
 
+OTHER_AUDITOR = "sealed to another auditor's key"
+
+
 class IdsError(ValueError):
     """A side file, or an entry of it, is not what its record says; the text says why."""
 
@@ -121,7 +124,7 @@ def open_head(head: bytes, origin: str, first_seq: int, auditor_private: bytes) 
     private = X25519PrivateKey.from_private_bytes(auditor_private)
     public = private.public_key().public_bytes_raw()
     if key_id != auditor_key_id(public):
-        raise IdsError("sealed to another auditor's key")
+        raise IdsError(OTHER_AUDITOR)
     if seq != first_seq:
         raise IdsError("the head belongs to another segment")
     try:

@@ -203,6 +203,7 @@ def request_members(
     envelope_mac: bool = False,
     prompt_hash: str | None = None,
     params_hash: str | None = None,
+    body_hash: str | None = None,
     output_hash: str | None = None,
     output_len: int | None = None,
     usage: dict[str, int] | None = None,
@@ -245,6 +246,8 @@ def request_members(
         members["prompt_hash"] = prompt_hash
     if params_hash is not None:
         members["params_hash"] = params_hash
+    if body_hash is not None:
+        members["body_hash"] = body_hash
     if output_hash is not None:
         members["output_hash"] = output_hash
     if qos_asked is not None:

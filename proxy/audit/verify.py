@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -23,9 +24,10 @@ from proxy.audit.record import problem_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 _BLOCK = 1 << 18
+# Directories below one without chains that are looked into for a hint.
+_LOOKED_AT = 64
 
 
 @dataclass(slots=True)
@@ -76,10 +78,12 @@ def verify_directory(
         alone = bool(segments(directory))
         chains = [directory] if alone else chain_dirs(directory)
     except OSError as problem:
-        run.result.add(Finding("io_error", "", 0, Place("", 0), _reason(problem), 0))
+        note = f"{directory}: {_reason(problem)}"
+        run.result.add(Finding("io_error", "", 0, Place("", 0), note, 0))
         return run.result
     if not chains:
-        run.result.add(Finding("truncated", "", 0, Place("", 0), "no chain here", 0))
+        note = f"no chain in {directory}{_elsewhere(directory)}"
+        run.result.add(Finding("truncated", "", 0, Place("", 0), note, 0))
         return run.result
     for chain in chains:
         for record in _declarations(chain):
@@ -88,11 +92,34 @@ def verify_directory(
     for index, chain in enumerate(chains):
         _check_chain(run, chain, index)
     _check_across(run, alone=alone)
+    if keys is not None and not keys.used:
+        # Where all was skipped (--since) nothing was found, and nothing is said either.
+        run.result.mac_checked = run.result.first is None
     return run.result
+
+
+def _elsewhere(directory: Path) -> str:
+    """Return a hint at a directory below that holds chains, or ""."""
+    try:
+        below = sorted(directory.iterdir(), key=lambda path: (path.name != "audit", path.name))
+        for path in below[:_LOOKED_AT]:
+            if path.is_dir() and chain_dirs(path):
+                return f"; did you mean {path}?"
+    except OSError:
+        pass  # a hint, no finding
+    return ""
 
 
 def _reason(problem: OSError) -> str:
     return problem.strerror or type(problem).__name__
+
+
+def _place_of(problem: OSError, chain: Path, place: Place) -> Place:
+    """Return the file of this chain that could not be read, or `place` where it is not known."""
+    name = problem.filename
+    if isinstance(name, (str, Path)) and Path(name).parent == chain:
+        return Place(f"{chain.name}/{Path(name).name}", 0)
+    return place
 
 
 def _declarations(chain: Path) -> list[dict[str, Any]]:
@@ -135,7 +162,7 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
             place = _check_segment(run, check, chain, files, number, declared, limit)
         end = _end(run, check, place, declared, locked=locked)
     except OSError as problem:
-        check.find("io_error", check.next_seq, place, _reason(problem))
+        check.find("io_error", check.next_seq, _place_of(problem, chain, place), _reason(problem))
         end = "unknown"
     run.result.chains.append(ChainEnd(chain.name, check.origin, check.records, end))
     run.result.records += check.records
@@ -350,20 +377,23 @@ def _check_across(run: _Run, *, alone: bool) -> None:
     if alone or run.since_ns is not None:
         return
     names = {seen.name for seen in run.seen}
-    missing: dict[str, int] = {}
+    missing: dict[str, tuple[int, str]] = {}
     for name, records in run.declared.items():
         if name not in names:
-            missing.setdefault(str(records[0]["of_origin"]), len(run.seen))
+            origin = str(records[0]["of_origin"])
+            missing.setdefault(origin, (len(run.seen), f"chain {name} is missing ({origin})"))
     for seen in run.seen:
         if seen.prev is None:
             continue
         origin, size = seen.prev
         before = by_origin.get(origin)
         if before is None:
-            missing.setdefault(origin, seen.index)
+            note = f"the chain before {seen.name} is missing ({origin})"
+            missing.setdefault(origin, (seen.index, note))
         elif before.size < size and not before.truncated:
-            note = f"its successor saw {size} records"
-            add(Finding("truncated", origin, before.size, nowhere, note, before.index))
-    for origin, index in missing.items():
+            note = f"its successor {seen.name} saw {size} records"
+            place = Place(f"{before.name}/", 0)
+            add(Finding("truncated", origin, before.size, place, note, before.index))
+    for origin, (index, note) in missing.items():
         if origin not in run.pruned:
-            add(Finding("truncated", origin, 0, nowhere, "the chain is missing", index))
+            add(Finding("truncated", origin, 0, nowhere, note, index))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -48,7 +49,9 @@ def test_verify_says_ok_and_where_each_chain_ended(directory, keys):
     assert result.exit_code == 0
     assert result.stdout.startswith("audit ok\n")
     assert "6 records, closed" in result.stdout
-    assert "signed to: none" in result.stdout
+    assert "  1 chain, 6 records; MACs checked\n" in result.stdout
+    assert "signed" not in result.stdout
+    assert json.loads(_run("verify", directory, "--json").stdout)["signed_to"] is None
 
 
 def test_verify_without_keys_is_ok_public_and_says_what_to_give(directory):
@@ -165,3 +168,121 @@ def test_help_teaches(command):
     assert result.exit_code == 0
     assert "audit" in result.stdout
     assert not command or "Exit codes" in result.stdout
+
+
+# --- hints: what a person got wrong
+
+
+def _with(keys, **changes):
+    """Write a key file beside `keys` with other members; None takes one away."""
+    document = json.loads(keys.read_text()) | changes
+    path = keys.with_name("other.json")
+    path.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
+    path.chmod(0o600)
+    return path
+
+
+def test_a_key_file_without_chain_seeds_is_wrong_use(directory, keys):
+    client = _with(keys, role="client", chain_seeds=None, auditor_public=None, auditor_private=None)
+    result = _run("verify", directory, "--keys", client)
+    assert result.exit_code == 2
+    assert "chain seeds; they are in auditor.json" in " ".join(result.stderr.split())
+
+
+def test_seeds_of_other_chains_are_said_to_check_nothing(directory, keys):
+    strange = _with(keys, chain_seeds=[{"id": "other", "seed": "11" * 32}])
+    result = _run("verify", directory, "--keys", strange)
+    assert result.exit_code == 16
+    assert f"MACs not checked: no record here is of a seed in {strange}" in result.stdout
+    found = json.loads(_run("verify", directory, "--keys", strange, "--json").stdout)
+    assert (found["verdict"], found["mac_checked"]) == ("key_unknown", False)
+
+
+def test_a_seed_that_fits_some_chains_is_said_to_check_those(directory, keys):
+    write_chain(directory, 2, seed_id="seed2", origin="local/default/pod/uid/2")
+    result = _run("verify", directory, "--keys", keys)
+    assert result.exit_code == 16
+    assert "2 chains, 10 records; MACs checked, but for records whose seed is not" in result.stdout
+
+
+@pytest.mark.parametrize("below", ["audit", "elsewhere"])
+def test_the_directory_above_is_told_where_the_chains_are(directory, keys, tmp_path, below):
+    above = tmp_path / "state"
+    above.mkdir()
+    (above / "a file").write_text("")
+    directory.rename(above / below)
+    result = _run("verify", above, "--keys", keys)
+    assert result.exit_code == 10
+    assert result.stdout == (
+        f"audit truncated\n  truncated: no chain in {above}; did you mean {above / below}?\n"
+    )
+
+
+def test_an_empty_directory_is_said_to_hold_no_chain(tmp_path):
+    result = _run("verify", tmp_path)
+    assert result.exit_code == 10
+    assert result.stdout == f"audit truncated\n  truncated: no chain in {tmp_path}\n"
+
+
+def test_a_directory_that_is_not_there_is_named_once(tmp_path):
+    path = tmp_path / "none"
+    result = _run("verify", path)
+    assert result.stdout == f"audit io_error\n  io_error: {path}: No such file or directory\n"
+
+
+def test_a_segment_that_cannot_be_read_is_named_once(directory, keys):
+    (chain,) = directory.iterdir()
+    log = segments(chain)[0][1]
+    log.unlink()
+    log.mkdir()
+    said = _run("verify", directory, "--keys", keys).stdout
+    assert said.count(log.name) == 1
+    assert f"({chain.name}/{log.name} byte 0)" in said
+
+
+def test_a_missing_chain_is_named(directory, keys):
+    (first,) = directory.iterdir()
+    second = write_chain(
+        directory, 2, origin="local/default/pod/uid/2", start_ms=START_MS + 3_600_000
+    )
+    assert _run("verify", directory, "--keys", keys).exit_code == 0
+    shutil.rmtree(first)
+    result = _run("verify", directory, "--keys", keys)
+    assert result.exit_code == 10
+    line = f"the chain before {second.name} is missing (local/default/pod/uid/1)"
+    assert line in result.stdout
+
+
+def test_a_missing_chain_that_was_declared_is_named(tmp_path, keys):
+    directory = tmp_path / "audit"
+    first = write_chain(directory, 2, close=False)
+    write_chain(directory, 2, origin="local/default/pod/uid/2", start_ms=START_MS + 3_600_000)
+    shutil.rmtree(first)
+    result = _run("verify", directory, "--keys", keys)
+    assert result.exit_code == 10
+    assert f"chain {first.name} is missing (local/default/pod/uid/1)" in result.stdout
+
+
+def test_the_key_of_another_auditor_is_wrong_use(directory, keys):
+    other = _with(keys, auditor_private="08" * 32)
+    result = _run("show", directory, "--trace-id", TRACE, "--auditor-key", other)
+    assert result.exit_code == 2
+    assert "not the auditor's key of this chain" in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_without_ids_another_auditor_is_told_by_the_seeds(tmp_path, keys):
+    directory = tmp_path / "audit"
+    write_chain(directory, 4)
+    other = _with(keys, chain_seeds=[{"id": "other", "seed": "11" * 32}])
+    result = _run("show", directory, "--trace-id", TRACE, "--auditor-key", other)
+    assert result.exit_code == 2
+    assert "not the auditor's key of this chain" in " ".join(result.stderr.split())
+
+
+def test_the_right_key_opens_ids_though_the_seed_is_not_there(directory, keys):
+    other = _with(keys, chain_seeds=None)
+    result = _run("show", directory, "--trace-id", TRACE, "--auditor-key", other)
+    assert result.exit_code == 0
+    assert "MAC not checked" in result.stdout
+    assert "token ids: 2 7 2" in result.stdout
