@@ -1,9 +1,9 @@
-/* SM4's rounds with the state cut into bytes: register 4 w + j holds byte j of word w of every block.
+/* SM4's rounds with the state cut into bytes: register 4 w + j holds byte j of word w of each block.
  *
  * So a rotation by 8 costs nothing (another register), and what is left of a round is two affine
  * inversions a byte and exclusive ors. With d = D(t), a = A(t) of sbox_constants.h, output byte j
- * gains d[j] + a[j+3] + s where s is the sum of these terms over all j (derive.py). Two rounds share
- * x2 ^ x3. About 24 operations for 64 blocks (512-bit) or 32 (256-bit) a round.
+ * gains d[j] + a[j+3] + s where s is the sum of these terms over all j (derive.py). Two rounds
+ * share x2 ^ x3. About 24 operations for 64 blocks (512-bit) or 32 (256-bit) a round.
  *
  * A template: the including file defines BS_TARGET, BS_VECTOR, BS_OP(name) for the intrinsics,
  * BS_XOR(a, b), and BS_NAME(name) for the functions made here.
@@ -23,7 +23,7 @@ BS_INLINE void BS_NAME(round)(BS_VECTOR *w, const BS_VECTOR *m, const BS_VECTOR 
     BS_VECTOR t2 = BS_XOR3(m[2], n[2], BS_KEY(2)), t3 = BS_XOR3(m[3], n[3], BS_KEY(3));
     BS_VECTOR z0 = BS_XOR(BS_D(t0), BS_A(t3)), z1 = BS_XOR(BS_D(t1), BS_A(t0));
     BS_VECTOR z2 = BS_XOR(BS_D(t2), BS_A(t1)), z3 = BS_XOR(BS_D(t3), BS_A(t2));
-    BS_VECTOR s = BS_XOR(BS_XOR3(z0, z1, z2), z3);
+    BS_VECTOR s = BS_XOR3(BS_XOR(z0, z1), z2, z3);
     w[0] = BS_XOR3(w[0], z0, s);
     w[1] = BS_XOR3(w[1], z1, s);
     w[2] = BS_XOR3(w[2], z2, s);
@@ -77,8 +77,8 @@ BS_INLINE void BS_NAME(start)(BS_VECTOR *x, const uint8_t nonce[SM4_NONCE], uint
 #undef BS_SPLAT
 }
 
-/* Out of P, words in reverse (GB/T 32907, 6.1), and byte i of lane l of register b to byte b of lane
- * l of register i. Each step interleaves registers 8 apart: bit by bit the number of a register and
+/* Out of P, words in reverse (GB/T 32907, 6.1), and byte i of lane l of register b to byte b of
+ * lane l of register i. Each step interleaves registers 8 apart: bit by bit the number of a register and
  * that of a byte in its lane change places. */
 BS_INLINE void BS_NAME(finish)(BS_VECTOR *x, BS_VECTOR *out)
 {

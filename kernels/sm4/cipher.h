@@ -17,7 +17,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     sm4_key *key;  /* in `room`, aligned */
-    sm4_key *full; /* NULL until a one-message key is used for more than its powers are enough for */
+    sm4_key *full; /* NULL until a one-message key is used for more than it has powers for */
     int primed;    /* whether key->powers are there */
     uint8_t room[sizeof(sm4_key) + KEY_ALIGNMENT];
 } Cipher;

@@ -40,10 +40,11 @@ static PyObject *cipher_vectorcall(PyObject *type, PyObject *const *args, size_t
     if (tier == NULL || view_get(&raw, values[0]) < 0) {
         return NULL;
     }
+    PyTypeObject *cls = (PyTypeObject *)type;
     Cipher *self = NULL;
     if (raw.length != SM4_BLOCK) {
         PyErr_Format(PyExc_ValueError, "a key of %zu bytes: expected 16", raw.length);
-    } else if ((self = (Cipher *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0)) != NULL) {
+    } else if ((self = (Cipher *)cls->tp_alloc(cls, 0)) != NULL) {
         uintptr_t at = ((uintptr_t)self->room + KEY_ALIGNMENT - 1) / KEY_ALIGNMENT * KEY_ALIGNMENT;
         self->key = (sm4_key *)at;
         self->key->tier = tier;
@@ -120,7 +121,8 @@ static int module_exec(PyObject *module)
 {
     Module *state = PyModule_GetState(module);
     state->invalid_tag = PyErr_NewExceptionWithDoc(
-        "kernels.sm4.InvalidTag", "What was opened is not what was sealed.", PyExc_ValueError, NULL);
+        "kernels.sm4.InvalidTag", "What was opened is not what was sealed.", PyExc_ValueError,
+        NULL);
     state->cipher = (PyTypeObject *)PyType_FromModuleAndSpec(module, &cipher_spec, NULL);
     if (state->invalid_tag == NULL || state->cipher == NULL) {
         return -1;

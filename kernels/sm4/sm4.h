@@ -25,7 +25,7 @@ typedef struct sm4_tier {
     void (*powers)(sm4_key *key, size_t message_bytes);
     /* Encrypts (seal != 0) or decrypts `length` bytes; `in` and `out` may be equal, not overlap
      * otherwise; writes the tag of the ciphertext. Counters start at 2, as GCM has it for 12-byte
-     * nonces. Opening: the caller compares the tag in constant time and wipes `out` on a mismatch. */
+     * nonces. Opening: the caller compares the tag in constant time and wipes `out` if it differs. */
     void (*gcm)(const sm4_key *key, const uint8_t nonce[SM4_NONCE], const uint8_t *aad,
                 size_t aad_length, const uint8_t *in, uint8_t *out, size_t length,
                 uint8_t tag[SM4_TAG], int seal);

@@ -10,7 +10,7 @@
 
 enum { LANES = 32, BATCH = LANES * SM4_BLOCK };
 
-/* Bit i of byte j (0 is the most significant) of one word of the state: element j, a bit a block. */
+/* Bit i of byte j (0: the most significant) of one word of the state: element j, a bit a block. */
 typedef uint32_t plane __attribute__((vector_size(16)));
 #include "sbox_circuit.h"
 
@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void round_planes(plane x0[8], cons
     }
     for (int bit = 0; bit < 8; bit++) {
         plane sum = two[bit] ^ TURN(two[bit], 1);
-        x0[bit] ^= t[bit] ^ sum ^ TURN(two[bit] , 2) ^ TURN(t[bit], 3);
+        x0[bit] ^= t[bit] ^ sum ^ TURN(two[bit], 2) ^ TURN(t[bit], 3);
     }
 }
 
