@@ -174,12 +174,13 @@ def config_check(path: str | None, show: bool) -> None:
 
     Exit codes: 0 settings ok, 2 mistakes.
     """
-    from proxy.config import FILE_NAME, SettingsError, describe, file_of, load, text_of
+    from proxy.config import FILE_NAME, SettingsError, describe, load, source
 
     shown: dict[str, Any] = {}
     problems: list[str] = []
+    file: Path | None = None
     try:
-        text = text_of(path)
+        file, text = source(path)
     except SettingsError as problem:
         problems = problem.problems
     else:
@@ -205,8 +206,7 @@ def config_check(path: str | None, show: bool) -> None:
         import orjson
 
         click.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
-    source = file_of(path) or "no file, defaults and variables"
-    click.echo(f"settings ok: {source}", err=show)
+    click.echo(f"settings ok: {file or 'no file, defaults and variables'}", err=show)
 
 
 def _rooms_with_settings() -> Iterator[tuple[str, Callable[[str, Mapping[str, str]], Any]]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping  # noqa: TC003 - read at run time by get_type_hints
 from dataclasses import dataclass, field
@@ -288,7 +287,8 @@ def build(
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     known = {f.name for f in dataclasses.fields(kind)}
-    problems.extend(f"{path}{key}: {_unknown(kind, hints)}" for key in table if key not in known)
+    there_are = "; there are dedicated, shared and best_effort" if kind is Pools else ""
+    problems.extend(f"{path}{k}: unknown setting{there_are}" for k in table if k not in known)
     for item in dataclasses.fields(kind):
         hint, full = hints[item.name], f"{path}{item.name}"
         raw = table.get(item.name)
@@ -300,15 +300,9 @@ def build(
                 typing.cast("type[Any]", hint), raw or {}, env, f"{full}.", problems
             )
             continue
-        if isinstance(hint, types.GenericAlias) or typing.get_origin(hint) not in (
-            None,
-            Literal,
-            tuple,
-        ):
-            origin = typing.get_origin(hint)
-            if origin is not None and origin is not tuple:
-                values[item.name] = _mapping(hint, raw, full, problems)
-                continue
+        if typing.get_origin(hint) not in (None, Literal, tuple):
+            values[item.name] = _mapping(hint, raw, full, problems)
+            continue
         candidates: list[tuple[Any, bool, str]] = []
         if raw is not None:
             candidates.append((raw, False, full))
@@ -321,14 +315,6 @@ def build(
             except ValueError as problem:
                 problems.append(str(problem))
     return kind(**values)
-
-
-def _unknown(kind: type[Any], hints: Mapping[str, Any]) -> str:
-    """Say that a key is none of `kind`; where all of it is tables, such as pools, name those."""
-    names = [item.name for item in dataclasses.fields(kind)]
-    if len(names) > 1 and all(dataclasses.is_dataclass(hints[name]) for name in names):
-        return f"unknown setting; there are {', '.join(names[:-1])} and {names[-1]}"
-    return "unknown setting"
 
 
 def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, Any]:
@@ -411,10 +397,8 @@ def split_address(address: str) -> tuple[str, int]:
     elif ":" in host:
         raise ValueError(f"expected host:port, IPv6 as [address]:port, got {address!r}")
     number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 65536
-    if not _HOST.fullmatch(host):
-        raise ValueError(f"expected host:port, got {address!r}")
-    if number > 65535:
-        raise ValueError(f"expected host:port with a port of 1-65535, got {address!r}")
+    if not _HOST.fullmatch(host) or number > 65535:
+        raise ValueError(f"expected host:port, the port 1-65535, got {address!r}")
     return host, number
 
 
@@ -433,21 +417,15 @@ def split_endpoint(endpoint: str) -> tuple[str, int] | str:
     return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:80")
 
 
-def file_of(path: str | None) -> Path | None:
-    """Return the settings file that `path` (a file, or a directory of it) means; None: none."""
+def source(path: str | None) -> tuple[Path | None, str]:
+    """Return the settings file that `path` (file or directory) means, and its text."""
     if path is None:
-        return None
+        return None, ""
     file = Path(path)
-    return file / FILE_NAME if file.is_dir() else file
-
-
-def text_of(path: str | None) -> str:
-    """Return the text of the settings file; "" for None. Raises `SettingsError`."""
-    file = file_of(path)
-    if file is None:
-        return ""
+    if file.is_dir():
+        file /= FILE_NAME
     try:
-        return file.read_text(encoding="utf-8")
+        return file, file.read_text(encoding="utf-8")
     except OSError as problem:
         raise SettingsError([f"{file}: {problem.strerror}"]) from None
     except UnicodeDecodeError:
@@ -456,7 +434,7 @@ def text_of(path: str | None) -> str:
 
 def read(path: str | None, environ: Mapping[str, str]) -> Settings:
     """Read settings from `path` (file or directory; None: defaults and environment only)."""
-    return load(text_of(path), environ)
+    return load(source(path)[1], environ)
 
 
 def describe(settings: Settings) -> dict[str, Any]:
