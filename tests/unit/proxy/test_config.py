@@ -518,7 +518,7 @@ def test_settings_are_shown_as_plain_data_with_every_name():
 
 @pytest.mark.parametrize("address", ["host:65536", "host:99999", "[::1]:70000", "host:http"])
 def test_a_port_that_is_none_names_the_range(address):
-    with pytest.raises(ValueError, match="port of 1-65535"):
+    with pytest.raises(ValueError, match="port 1-65535"):
         split_address(address)
 
 
