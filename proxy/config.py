@@ -136,8 +136,15 @@ class Envelope:
     """Receiver side of the SM4 channel."""
 
     window_s: int = setting(60, "how old an envelope may be", ge=1, le=600)
-    ahead_s: int = setting(5, "how far ahead its clock may be", ge=0, le=60)
-    fence_s: int = setting(10, "start fence: nothing sealed before start + fence", ge=0, le=120)
+    ahead_s: int = setting(
+        5, "how far ahead its clock may be, at most window_s", ge=0, le=60
+    )
+    fence_s: int = setting(
+        10,
+        "start fence: nothing from before start + fence; 0: none",
+        ge=0,
+        le=120,
+    )
     unverified_bytes: int = setting(64 << 20, "unverified sealed bodies together", ge=1 << 20)
     replay_entries: int = setting(1 << 20, "replay cache, all kids", ge=1)
     replay_entries_per_kid: int = setting(1 << 18, "replay cache, one kid", ge=1)

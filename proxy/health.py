@@ -65,6 +65,8 @@ class Health:
             notes.append("audit_degraded")
         if context.settings.audit.prompt_hash_mode == "plain":
             notes.append("prompt_hashes_plain: a dictionary can open them")
+        if context.receiver is not None and not context.settings.envelope.fence_s:
+            notes.append("start_fence_off: an envelope may be taken again after a restart")
         if context.receiver is None:
             notes.append("sealed_door_closed")
         return notes

@@ -23,6 +23,7 @@ _MESSAGES = {
     "envelope_cache_full": "no room to remember this envelope; try again",
     "envelope_busy": "too many sealed bodies are waiting to be verified; try again",
 }
+SMALL_BYTES = 64 << 10
 _CARRIED = (
     (b"accept", b"Accept"),
     (b"x-request-id", b"X-Request-Id"),
@@ -66,6 +67,8 @@ class SealedIntake:
     def feed(self, data: bytes) -> None:
         """Take body bytes. Raises RequestError."""
         context = self._context
+        if self._held + len(data) > context.budget.share_bytes:
+            raise too_large_sealed(context)
         if not context.budget.take(self._peer, len(data)):
             context.counters.limit_hits["envelope.unverified_bytes"] += 1
             raise self._failure(EnvelopeError("busy"))
@@ -97,6 +100,16 @@ class SealedIntake:
             "envelope_mac": opened.mac,
         }
 
+    def check_time(self) -> None:
+        """Refuse what is slower than the window before it is verified. Raises RequestError."""
+        if self._opener.overdue(self._context.clock.wall_ms()):
+            raise self._failure(EnvelopeError("stale"))
+
+    def opened(self) -> None:
+        """Give the share of a small body back; a large one keeps it until it has been taken."""
+        if self._held <= SMALL_BYTES:
+            self.release()
+
     def release(self) -> None:
         """Give the budget's share back."""
         self._context.budget.give_back(self._peer, self._held)
@@ -108,6 +121,16 @@ class SealedIntake:
         if problem.sealer is not None:
             return SealedRefusalError(refusal, problem)
         return refusal
+
+
+def too_large_sealed(context: Context) -> RequestError:
+    """Return the refusal of a sealed body over a peer's share, counted: trying again is no use."""
+    context.counters.limit_hits["envelope.unverified_bytes"] += 1
+    share = context.budget.share_bytes
+    return RequestError(
+        "payload_too_large",
+        f"a sealed body is at most {share} bytes, an eighth of envelope.unverified_bytes",
+    )
 
 
 class SealedRefusalError(RequestError):

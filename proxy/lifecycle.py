@@ -156,6 +156,8 @@ class Sidecar:
 
         settings = self._settings.envelope
         window_ms = settings.window_s * 1000
+        # More would let an envelope outlive the cache that remembers it, or a restart.
+        ahead_ms = min(settings.ahead_s * 1000, window_ms)
         try:
             ring = Keyring(keys.envelope_keys(), window_ms=window_ms)
         except KeyringError as problem:
@@ -167,6 +169,8 @@ class Sidecar:
             )
         fresh = self._first_start(audiences.pop())
         fence_ms = 0 if fresh else settings.fence_s * 1000
+        if fence_ms:
+            fence_ms = max(fence_ms, ahead_ms)
         start_ms = self._clock.wall_ms()
         self._health.fence_until_ms = start_ms + fence_ms if fence_ms else -1
         self._context.receiver = Receiver(
@@ -177,7 +181,7 @@ class Sidecar:
                 limit=settings.replay_entries,
             ),
             window_ms=window_ms,
-            ahead_ms=settings.ahead_s * 1000,
+            ahead_ms=ahead_ms,
             start_ms=start_ms,
             fence_ms=fence_ms,
             max_body_bytes=self._settings.limits.body_bytes,
@@ -271,6 +275,8 @@ class Sidecar:
     # -- time
 
     def _tick(self) -> None:
+        # First of all, so that nothing below can stop time.
+        self._loop.call_later(TICK_S, self._tick)
         context = self._context
         now_ns = self._clock.mono_ns()
         now_s = self._loop.time()
@@ -292,7 +298,6 @@ class Sidecar:
                 for connection in list(connections):
                     connection.check_total(now_ns)
         self._tick_due_s = now_s + TICK_S
-        self._loop.call_later(TICK_S, self._tick)
 
     # -- end
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.audit.hashes import OutputHasher, output_hash, params_hash, prompt_hash
+from proxy.audit.hashes import OutputHasher, output_hash, params_hash, prompt_hash, whole_hash
 from proxy.audit.record import usage_members
 from proxy.exchange import Exchange
-from proxy.http.body import RequestView, ask_token_ids, cut_answer, view
+from proxy.http.body import ask_token_ids, cut_answer, view
 from proxy.http.sse import StreamObserver
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Observing:
         self.held_bytes = 0
         self.unobserved = 0
 
+    def roomy(self, size: int) -> bool:
+        """Say whether a body that streams through may be kept: half the bound is for others."""
+        return self.held_bytes + size <= self.held_bytes_max // 2
+
     def hold(self, size: int) -> bool:
         """Take `size` bytes of the bound; False (and counted) when they are not there."""
         if self.held_bytes + size > self.held_bytes_max:
@@ -69,6 +73,7 @@ class Observation(Exchange):
     served_model: str | None = None
     prompt_hash: str | None = None
     params_hash: str | None = None
+    body_hash: str | None = None  # where the prompt could not be told from the rest
     token_ids: Sequence[int] | None = None
     envelope: dict[str, Any] | None = None
     answer_head: ResponseHead | None = None
@@ -79,7 +84,9 @@ class Observation(Exchange):
     prompt_key: bytes | None = None
     _added: frozenset[str] = NO_FIELDS
     _held = 0
+    _observed = False
     _request_body = b""
+    _body_hasher: OutputHasher | None = None
     _request_pieces: list[bytes] | None = None
     _answer_pieces: list[bytes] | None = None
     _hasher: OutputHasher | None = None
@@ -89,12 +96,19 @@ class Observation(Exchange):
 
     # -- the request
 
-    def observe_request(self, body: bytes, content_type: bytes, *, ask_ids: bool) -> bytes:
-        """Keep a whole request body to look at, and return it as it is to be sent."""
-        if not body or b"json" not in content_type.lower() or not self.shared.enabled:
+    def observe_request(self, body: bytes, *, ask_ids: bool) -> bytes:
+        """Keep a whole request body to look at, and return it as it is to be sent.
+
+        Whatever its type says: an engine may read JSON that calls itself something else. Where no
+        room is left to keep it, it is looked at here and now.
+        """
+        if not body or not self.shared.enabled:
             return body
+        self._observed = True
         if self._hold(len(body)):
             self._request_body = body
+        else:
+            self._look(body)
         if not ask_ids:
             return body
         seen = view(body)
@@ -106,21 +120,33 @@ class Observation(Exchange):
         body, self._added = asked
         return body
 
-    def observe_begins(self, pieces: list[bytes], content_type: bytes) -> None:
+    def observe_begins(self, pieces: list[bytes]) -> None:
         """Follow a body that streams through; `pieces` have come already."""
-        if self.shared.enabled and b"json" in content_type.lower():
-            self._request_pieces = []
-            for piece in pieces:
-                self.observe_piece(piece)
+        if not self.shared.enabled:
+            return
+        self._observed = True
+        self._request_pieces = []
+        if self._keyed():
+            self._body_hasher = OutputHasher(self._hash_key())
+        for piece in pieces:
+            self.observe_piece(piece)
 
     def observe_piece(self, data: bytes) -> None:
         """Follow one more piece."""
+        if self._body_hasher is not None:
+            self._body_hasher.feed_bytes(data)
         if self._request_pieces is None:
             return
-        if self._hold(len(data)):
+        if self.shared.roomy(len(data)) and self._hold(len(data)):
             self._request_pieces.append(data)
         else:
-            self._request_pieces = None
+            self._drop_pieces()
+
+    def _drop_pieces(self) -> None:
+        """Too much to keep: there will be a hash of the whole body, none of its prompt."""
+        self._request_pieces = None
+        self.shared.held_bytes -= self._held
+        self._held = 0
 
     def observe_whole(self) -> None:
         """Note that a body that streamed through is whole."""
@@ -145,7 +171,7 @@ class Observation(Exchange):
                 )
                 if self._keyed() and head.status < 300:
                     self._hasher = OutputHasher(self._hash_key())
-        elif self._request_body and readable and b"json" in lower:
+        elif self._observed and readable and b"json" in lower:
             self._answer_pieces = []
 
     def _on_content(self, index: int, text: str) -> None:
@@ -228,24 +254,31 @@ class Observation(Exchange):
 
     def complete(self) -> None:
         """Do what can wait until the client has its answer: hash the request, read the answer."""
-        body = self._request_body
-        seen = view(body) if body else None
-        if seen is not None:
-            self._look(body, seen)
+        if self._request_body:
+            self._look(self._request_body)
+        if self._body_hasher is not None and self.prompt_hash is None:
+            self.body_hash = self._body_hasher.finish()[0]
         if self._answer_pieces:
             self._read_answer(b"".join(self._answer_pieces))
 
-    def _look(self, body: bytes, seen: RequestView) -> None:
-        self.model = seen.model or None
-        if not self._keyed() or seen.prompt is None:
+    def _look(self, body: bytes) -> None:
+        """Hash a request: prompt and the rest apart, or all of it where that cannot be done."""
+        seen = view(body)
+        if seen is not None:
+            self.model = seen.model or None
+        if not self._keyed():
+            return
+        key = self._hash_key()
+        if seen is None or seen.prompt is None:
+            self.body_hash = whole_hash(key, body)
             return
         start, end = seen.prompt
         heat = seen.temperature
         model = seen.model.encode("utf-8", "replace")
         temperature = b"" if heat is None else body[heat[0] : heat[1]]
-        self.prompt_hash = prompt_hash(self._hash_key(), body[start:end], model, temperature)
+        self.prompt_hash = prompt_hash(key, body[start:end], model, temperature)
         rest = b"".join([body[a:b] for a, b in seen.rest])
-        self.params_hash = params_hash(self._hash_key(), rest)
+        self.params_hash = params_hash(key, rest)
 
     def output(self) -> tuple[str | None, int | None]:
         """Return the output's hash and length, once; None: nothing was handed on, or unknown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.errors import RequestError
-from proxy.intake import SealedIntake
+from proxy.intake import SealedIntake, too_large_sealed
 from proxy.qos.classes import UnknownClassError
 from proxy.replier import Replier
 
@@ -27,8 +27,11 @@ class Reception(Replier):
             if context.draining:
                 raise RequestError("draining", "this sidecar takes no new sealed requests")
             self._intake = SealedIntake(context, self.downstream.peer, head)
-        if (head.content_length or 0) > context.body_bytes_max:
+        length = head.content_length or 0
+        if length > context.body_bytes_max:
             raise too_large(context)
+        if sealed and length > context.budget.share_bytes:
+            raise too_large_sealed(context)
         if not sealed:
             self.tenant = context.own_tenant
             fields = head.fields
@@ -69,7 +72,12 @@ class Reception(Replier):
         if opened.method in {"CONNECT", "TRACE"}:
             raise RequestError("method_not_allowed", f"{opened.method} is not forwarded")
         self.envelope = intake.facts(opened)
-        intake.release()
+        intake.opened()
+        longest = max(len(opened.target), len(opened.method), len(opened.content_type))
+        if longest > self.context.head_limits.field_bytes:
+            raise RequestError(
+                "headers_too_large", "a line of the prelude is over limits.field_bytes"
+            )
         self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
         return opened.body
 

@@ -77,6 +77,7 @@ class Recorder:
                 served_model=exchange.served_model,
                 prompt_hash=exchange.prompt_hash,
                 params_hash=exchange.params_hash,
+                body_hash=exchange.body_hash,
                 output_hash=output_hash,
                 output_len=output_len,
                 usage=exchange.usage(),

@@ -89,15 +89,14 @@ class Relay(Reception):
         intake = self._intake
         if intake is not None:
             body = self._open_envelope(intake)
-            kind, lines = intake.content_type, intake.lines
+            lines = intake.lines
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            request = self.request
-            kind, lines = request.fields.get(b"content-type", b""), request.lines
+            lines = self.request.lines
         self._pieces = []
         if body:
-            body = self.observe_request(body, kind, ask_ids=self.lane.route.settings.token_ids)
+            body = self.observe_request(body, ask_ids=self.lane.route.settings.token_ids)
             framing = b"Content-Length: %d\r\n\r\n" % len(body)
             if self.changes_length:  # a compressed answer could not be cut
                 lines = _ACCEPT_ENCODING.sub(b"", lines)
@@ -113,7 +112,7 @@ class Relay(Reception):
         request = self.request
         self._streaming = True
         self._upstream_chunked = request.content_length is None
-        self.observe_begins(self._pieces, request.fields.get(b"content-type", b""))
+        self.observe_begins(self._pieces)
         if self._upstream_chunked:
             self._pieces = [frame(piece) for piece in self._pieces]
             framing = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -221,6 +220,8 @@ class Relay(Reception):
     def upstream_head(self, head: ResponseHead) -> None:
         """See `Lessee`."""
         self.status = head.status
+        if self._intake is not None:
+            self._intake.release()  # the upstream has taken the body
         self.observe_answer(head)
         self.answer_begins(head)
 
@@ -306,6 +307,12 @@ class Relay(Reception):
 
     def check_total(self, now_ns: int) -> None:
         """Close when the request took longer than `timeouts.request_total_s` in all."""
+        if self._intake is not None and not self._body_whole:
+            try:
+                self._intake.check_time()
+            except RequestError as problem:
+                self.refuse(problem, keep=False)
+                return
         if now_ns - self.start_ns >= self.context.times.request_total_ns:
             self.context.counters.limit_hits["timeouts.request_total_s"] += 1
             self._close(End.UPSTREAM_TIMEOUT)

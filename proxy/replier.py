@@ -118,7 +118,8 @@ class Replier(Observation):
             accept = self.request.fields.get(b"accept", b"")
             self._begin_stream(self.sealer, as_events=b"text/event-stream" in accept.lower())
         elif head.bodiless:
-            self._begin(head, Bodiless(head.content_length))
+            # RFC 9110 section 8.6: no Content-Length in a 204.
+            self._begin(head, Bodiless(None if head.status == 204 else head.content_length))
         elif self.needs_whole_answer:
             self._collected = []
         elif head.content_length is None or (self.changes_length and self.event_stream):

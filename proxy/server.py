@@ -62,6 +62,7 @@ class Downstream(asyncio.Protocol):
         "_context",
         "_discarded",
         "_expecting",
+        "_held",
         "_left",
         "_relay",
         "_state",
@@ -86,6 +87,7 @@ class Downstream(asyncio.Protocol):
         self._left = 0
         self._discarded = 0
         self._expecting = False
+        self._held = False
         self._close_after = False
 
     # -- connection
@@ -169,6 +171,7 @@ class Downstream(asyncio.Protocol):
         self._chunks = ChunkReader() if head.chunked else None
         self._left = head.content_length or 0
         self._state = State.BODY
+        self._held = False
         self.deadline_ns = now_ns + context.body_idle_ns[self.door]
         rest = len(data) - head.size
         try:
@@ -199,8 +202,9 @@ class Downstream(asyncio.Protocol):
         try:
             if self._chunks is not None:
                 used = self._chunks.feed(data)
-                for piece in self._chunks.pieces:
-                    relay.body_data(piece)
+                pieces = self._chunks.pieces
+                if pieces:
+                    relay.body_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
                 done = self._chunks.done
             else:
                 used = min(self._left, len(data))
@@ -210,6 +214,8 @@ class Downstream(asyncio.Protocol):
                 done = self._left == 0
             if self._relay is not relay:
                 return  # it ended while it took the body
+            if not done and self._held:
+                return
             if not done:
                 self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
                 return
@@ -244,17 +250,15 @@ class Downstream(asyncio.Protocol):
     def hold_body(self, *, hold: bool) -> None:
         """Stop or go on reading the request's body: the upstream is slow."""
         if self._state is State.BODY:
+            self._held = hold
+            context = self._context
             if hold:
+                # The wait is for the upstream now: to connect, or to take what it has been sent.
                 self._pause_reading()
-                self.deadline_ns = NEVER_NS
+                self.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
             else:
                 self._resume_reading()
-                context = self._context
                 self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
-
-    def body_pending(self) -> bool:
-        """Say whether the request's body is not whole yet."""
-        return self._state is State.BODY
 
     def write(self, data: bytes) -> None:
         """Send answer bytes."""
@@ -280,8 +284,10 @@ class Downstream(asyncio.Protocol):
         return transport.get_write_buffer_size() + queued
 
     def must_close(self) -> bool:
-        """Say whether the connection closes after this answer."""
-        return self._close_after or self._state is State.BODY or self._context.closing
+        """Say whether the connection closes after this answer; what was said once holds."""
+        if self._state is State.BODY or self._context.closing:
+            self._close_after = True
+        return self._close_after
 
     def reply(
         self, problem: RequestError, *, keep: bool, extra: bytes = b"", bodiless: bool = False
@@ -386,7 +392,7 @@ class Downstream(asyncio.Protocol):
         self.deadline_ns = NEVER_NS
         state = self._state
         relay = self._relay
-        if relay is not None and state is State.ANSWER:
+        if relay is not None and (state is State.ANSWER or (state is State.BODY and self._held)):
             relay.on_deadline()
         elif relay is not None and state is State.BODY:
             self._context.counters.limit_hits["timeouts.body_idle_s"] += 1

@@ -168,7 +168,8 @@ class UpstreamConnection(asyncio.Protocol):
                 raise HeadError("invalid_request", "101 without a request for it")
         self._buffer = b""
         rest = len(data) - start
-        if rest and rest == head.content_length and head.keep_alive and self.request_whole:
+        length = 0 if head.bodiless else head.content_length
+        if rest and rest == length and head.keep_alive and self.request_whole:
             # A whole answer in one read, as most are that do not stream.
             self.lessee = None
             self.owner.put_back(self)

@@ -127,6 +127,11 @@ REQUEST = Names(
         b"x-qos-class",
         b"x-tenant-id",
         b"traceparent",
+        # CGI-like servers read "_" and "-" as the same (RFC 3875 section 4.1.18).
+        b"content_length",
+        b"transfer_encoding",
+        b"x_qos_class",
+        b"x_tenant_id",
     ),
 )
 RESPONSE = Names(

@@ -65,6 +65,11 @@ class Budget:
         """Bytes taken and not given back."""
         return self._held
 
+    @property
+    def share_bytes(self) -> int:
+        """The most that one peer may hold."""
+        return self._limit // PEER_SHARE
+
     def take(self, peer: str, size: int) -> bool:
         """Take `size` bytes for `peer`; False (nothing taken) when a limit would be passed."""
         held = self._peers.get(peer, 0)
@@ -222,6 +227,13 @@ class RequestOpener:
         except EnvelopeError:
             self._drop()
             raise
+
+    def overdue(self, now_ms: int) -> bool:
+        """Say whether a single, or a stream's frame 0, can no longer come in time."""
+        header, receiver = self._header, self._receiver
+        if header is None or receiver is None or self._cipher is not None:
+            return False
+        return header.time_ms < now_ms - receiver.window_ms
 
     def finish(self, now_ms: int) -> OpenedRequest:
         """Return the request at the end of the HTTP body; raises `EnvelopeError`."""

@@ -24,6 +24,7 @@ from agent.engine.types import (
     EngineClosed,
     EngineStats,
     ModelInfo,
+    PromptTooLong,
     QueueFull,
 )
 from agent.lifecycle import api_server
@@ -39,17 +40,21 @@ class ByteTokenizer:
 
     vocab_size = 256
 
-    def encode(self, text):
-        return list(text.encode())
+    def encode(self, text, *, tokens_max=None):
+        ids = list(text.encode())
+        if tokens_max is not None and len(ids) > 100 * tokens_max:
+            raise PromptTooLong(len(ids) // 100)
+        return ids
 
     def decode(self, token_ids):
         return bytes(token_ids).decode()
 
-    def apply_chat(self, messages, *, add_generation_prompt=True):
+    def apply_chat(self, messages, *, add_generation_prompt=True, tokens_max=None):
         assert add_generation_prompt
         if any(m["content"] == "refuse" for m in messages):
             raise ChatTemplateError("roles must alternate")
-        return self.encode("".join(m["role"][0] + m["content"] for m in messages))
+        text = "".join(m["role"][0] + m["content"] for m in messages)
+        return self.encode(text, tokens_max=tokens_max)
 
 
 class ScriptGeneration:

@@ -74,7 +74,7 @@ def event(index, text, **more):
 
 def run_whole(body, *, seen=None, request=BODY, cut=None, response=None):
     seen = seen or observation()
-    assert seen.observe_request(request, JSON, ask_ids=False) == request
+    assert seen.observe_request(request, ask_ids=False) == request
     seen.observe_answer(response or head())
     size = cut or len(body)
     out = b"".join(seen.observe_data(body[i : i + size]) for i in range(0, len(body), size))
@@ -85,7 +85,7 @@ def run_whole(body, *, seen=None, request=BODY, cut=None, response=None):
 
 def run_stream(events, *, seen=None, cut=None, response=None):
     seen = seen or observation()
-    seen.observe_request(BODY, JSON, ask_ids=False)
+    seen.observe_request(BODY, ask_ids=False)
     seen.observe_answer(response or head(b"text/event-stream"))
     size = cut or len(events)
     out = b"".join(seen.observe_data(events[i : i + size]) for i in range(0, len(events), size))
@@ -111,7 +111,7 @@ def test_prompt_and_params_are_hashed_as_the_exact_bytes_that_came(plain):
 def test_a_streamed_body_hashes_as_a_whole_one(cut):
     seen = observation()
     pieces = [BODY[i : i + cut] for i in range(0, len(BODY), cut)]
-    seen.observe_begins(pieces[:1], JSON)
+    seen.observe_begins(pieces[:1])
     for piece in pieces[1:]:
         seen.observe_piece(piece)
     seen.observe_whole()
@@ -122,7 +122,7 @@ def test_a_streamed_body_hashes_as_a_whole_one(cut):
 
 def test_a_streamed_body_that_never_became_whole_has_no_hash():
     seen = observation()
-    seen.observe_begins([BODY[:20]], JSON)
+    seen.observe_begins([BODY[:20]])
     seen.complete()
     assert (seen.prompt_hash, seen.params_hash, seen.model) == (None, None, None)
 
@@ -147,26 +147,27 @@ def test_without_a_tenants_key_there_are_facts_but_no_hashes():
 )
 def test_a_body_that_cannot_be_read_goes_on_untouched_and_unhashed(body):
     seen = observation()
-    assert seen.observe_request(body, JSON, ask_ids=True) == body
+    assert seen.observe_request(body, ask_ids=True) == body
     seen.complete()
     assert (seen.prompt_hash, seen.params_hash) == (None, None)
 
 
-@pytest.mark.parametrize("kind", [b"", b"text/plain", b"multipart/form-data; boundary=x"])
-def test_what_is_no_json_is_not_held(kind):
+def hmac_of(data):
+    return hmac.new(KEY, data, "sha256").hexdigest()
+
+
+@pytest.mark.parametrize("body", [b"not json", b'{"model":"a"', b"[1]", b'{"messages":1,"messages":2}'])
+def test_a_body_whose_prompt_cannot_be_told_is_hashed_as_a_whole(body):
     seen = observation()
-    assert seen.observe_request(BODY, kind, ask_ids=True) == BODY
-    seen.observe_begins([BODY], kind)
-    seen.observe_whole()
+    seen.observe_request(body, ask_ids=False)
     seen.complete()
-    assert seen.shared.held_bytes == 0
-    assert seen.prompt_hash is None
+    assert (seen.prompt_hash, seen.body_hash) == (None, hmac_of(body))
 
 
 def test_without_an_audit_nothing_is_held_or_asked():
     seen = observation(observing(enabled=False))
-    assert seen.observe_request(BODY, JSON, ask_ids=True) == BODY
-    seen.observe_begins([BODY], JSON)
+    assert seen.observe_request(BODY, ask_ids=True) == BODY
+    seen.observe_begins([BODY])
     seen.observe_answer(head(b"text/event-stream"))
     data = event(0, "text")
     assert seen.observe_data(data) + seen.observe_end() == data
@@ -180,7 +181,7 @@ def test_without_an_audit_nothing_is_held_or_asked():
 
 def test_asked_ids_are_cut_out_of_a_whole_answer_and_kept():
     seen = observation()
-    sent = seen.observe_request(BODY, JSON, ask_ids=True)
+    sent = seen.observe_request(BODY, ask_ids=True)
     assert sent == BODY[:-1] + b',"return_token_ids":true}'
     assert seen.changes_length
     answer = b'{"choices":[{"index":0,"message":{"content":"hi"},"token_ids":[5,6]}],"id":"a"}'
@@ -196,14 +197,14 @@ def test_asked_ids_are_cut_out_of_a_whole_answer_and_kept():
 
 def test_an_answer_too_large_to_hold_is_not_waited_for():
     seen = observation()
-    seen.observe_request(BODY, JSON, ask_ids=True)
+    seen.observe_request(BODY, ask_ids=True)
     seen.observe_answer(head(Content_Length=b"%d" % (WHOLE_ANSWER_BYTES + 1)))
     assert not seen.needs_whole_answer
 
 
 def test_nothing_is_cut_where_nothing_was_asked():
     seen = observation()
-    seen.observe_request(BODY, JSON, ask_ids=False)
+    seen.observe_request(BODY, ask_ids=False)
     answer = b'{"choices":[{"index":0,"message":{"content":"hi"},"token_ids":[5,6]}]}'
     seen.observe_answer(head())
     assert not seen.changes_length
@@ -214,7 +215,7 @@ def test_nothing_is_cut_where_nothing_was_asked():
 def test_asked_ids_are_cut_out_of_a_stream_and_kept():
     seen = observation()
     body = BODY[:-1] + b',"stream":true}'
-    sent = seen.observe_request(body, JSON, ask_ids=True)
+    sent = seen.observe_request(body, ask_ids=True)
     assert sent.endswith(b',"return_token_ids":true,"stream_options":{"include_usage":true}}')
     seen.observe_answer(head(b"text/event-stream"))
     assert not seen.needs_whole_answer
@@ -301,7 +302,7 @@ def test_an_error_in_an_event_stream_has_no_output(status):
 @pytest.mark.parametrize("body", [b"", b"not json", b'{"choices":[{"ind', b"[]", b"\xff\xfe"])
 def test_a_whole_answer_that_cannot_be_read_is_unknown(body):
     seen = observation()
-    seen.observe_request(BODY, JSON, ask_ids=False)
+    seen.observe_request(BODY, ask_ids=False)
     seen.observe_answer(head())
     assert seen.observe_data(body) == body
     assert seen.observe_end() == b""
@@ -338,7 +339,7 @@ def test_a_stream_of_which_something_was_missed_has_no_hash(lost):
 
 def test_an_answer_to_a_request_without_a_body_is_not_held():
     seen = observation()
-    assert seen.observe_request(b"", JSON, ask_ids=True) == b""
+    assert seen.observe_request(b"", ask_ids=True) == b""
     seen.observe_answer(head())
     assert seen.observe_data(b'{"data":[]}') == b'{"data":[]}'
     assert seen.shared.held_bytes == 0
@@ -404,8 +405,8 @@ def test_usage_of_another_shape_is_unknown(usage):
 def test_held_bytes_are_given_back_exactly():
     shared = observing()
     first, second = observation(shared), observation(shared)
-    first.observe_request(BODY, JSON, ask_ids=False)
-    second.observe_begins([BODY], JSON)
+    first.observe_request(BODY, ask_ids=False)
+    second.observe_begins([BODY])
     second.observe_whole()
     assert shared.held_bytes == 2 * len(BODY)
     answer = answer_of("x")
@@ -420,34 +421,42 @@ def test_held_bytes_are_given_back_exactly():
     assert (shared.held_bytes, shared.unobserved) == (0, 0)
 
 
-def test_beyond_the_bound_a_request_goes_on_unobserved_and_counted():
+def test_beyond_the_bound_a_request_is_looked_at_at_once():
     shared = observing(held_bytes_max=len(BODY))
     first, second = observation(shared), observation(shared)
-    assert first.observe_request(BODY, JSON, ask_ids=False) == BODY
-    assert second.observe_request(BODY, JSON, ask_ids=False) == BODY
-    second.complete()
-    assert (second.prompt_hash, shared.unobserved) == (None, 1)
-    second.release()
+    assert first.observe_request(BODY, ask_ids=False) == BODY
+    assert second.observe_request(BODY, ask_ids=False) == BODY
     assert shared.held_bytes == len(BODY)
-    first.release()
+    for seen in (first, second):
+        seen.complete()
+        seen.release()
+    assert first.prompt_hash is not None
+    assert (first.prompt_hash, first.params_hash) == (second.prompt_hash, second.params_hash)
     assert shared.held_bytes == 0
-    third = observation(shared)
-    third.observe_request(BODY, JSON, ask_ids=False)
-    third.complete()
-    assert third.prompt_hash is not None
 
 
-def test_a_streamed_body_that_meets_the_bound_is_given_up_and_given_back():
+def test_a_streamed_body_that_meets_the_bound_has_a_hash_of_the_whole():
     shared = observing(held_bytes_max=30)
     seen = observation(shared)
-    seen.observe_begins([BODY[:20]], JSON)
-    seen.observe_piece(BODY[20:])
-    seen.observe_piece(b"later pieces are not counted again")
+    seen.observe_begins([BODY[:10]])
+    seen.observe_piece(BODY[10:])
+    assert shared.held_bytes == 0
     seen.observe_whole()
     seen.complete()
-    assert (seen.prompt_hash, shared.unobserved) == (None, 1)
+    assert (seen.prompt_hash, seen.body_hash) == (None, hmac_of(BODY))
     seen.release()
     assert shared.held_bytes == 0
+
+
+def test_streamed_bodies_leave_room_for_others():
+    shared = observing(held_bytes_max=2 * len(BODY) + 2)
+    streamed, late = observation(shared), observation(shared)
+    streamed.observe_begins([BODY])
+    late.observe_begins([BODY])
+    assert shared.held_bytes == len(BODY)
+    whole = observation(shared)
+    whole.observe_request(BODY, ask_ids=False)
+    assert shared.held_bytes == 2 * len(BODY)
 
 
 def test_an_answer_that_meets_the_bound_is_given_up_and_given_back():
@@ -456,7 +465,7 @@ def test_an_answer_that_meets_the_bound_is_given_up_and_given_back():
     pieces = [start, b',{"index":1,"message":{"content":"' + b"b" * 200 + b'"}}', b"]}"]
     shared = observing(held_bytes_max=len(BODY) + 100)
     seen = observation(shared)
-    seen.observe_request(BODY, JSON, ask_ids=False)
+    seen.observe_request(BODY, ask_ids=False)
     seen.observe_answer(head())
     assert [seen.observe_data(piece) for piece in pieces] == pieces
     seen.complete()

@@ -84,7 +84,7 @@ def test_a_record_says_what_was_seen(tmp_path, shared):
     async def scene():
         recorder, writer, _ = start(tmp_path)
         seen = exchange(shared, asked="P0", qos="P1")
-        seen.observe_request(BODY, b"application/json", ask_ids=False)
+        seen.observe_request(BODY, ask_ids=False)
         head = parse_response(
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n",
             HeadLimits(4096, 4096, 16),
@@ -232,7 +232,7 @@ def test_a_record_that_cannot_be_written_does_not_take_the_rest_with_it(tmp_path
         failures = writer.stats.failures
         for number in range(5):
             seen = exchange(shared, number)
-            seen.observe_request(BODY, b"application/json", ask_ids=False)
+            seen.observe_request(BODY, ask_ids=False)
             if number in {1, 3}:
                 seen.trace_id = TOO_LONG
             recorder.add(seen, "ok")
@@ -258,7 +258,7 @@ def test_hostile_texts_make_no_record_unwritable(tmp_path, shared, caplog):
         for number, text in enumerate(texts):
             body = json.dumps({"model": text, "messages": [], "temperature": text}).encode()
             seen = exchange(shared, number)
-            seen.observe_request(body, b"application/json", ask_ids=False)
+            seen.observe_request(body, ask_ids=False)
             recorder.add(seen, "ok")
         recorder.flush()
         await writer.close()
