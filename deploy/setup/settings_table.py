@@ -27,9 +27,8 @@ Made by `python -m deploy.setup.settings_table`; do not edit. Meanings are expla
 Later wins: the default, `tongguan.toml` (`--config FILE`, or a directory that holds it), the
 variable. `section.name` stands in the file as `name` below `[section]`. A list is a TOML list in
 the file, separated by commas in a variable. Bounds are inclusive. An unknown name, in the file or
-among the variables, is a mistake: `tongguan config check --config FILE` lists every mistake of the
-sidecar's settings at once, and the agent lists its own when it starts. Nothing here is a secret:
-secrets are files that settings point to.
+among the variables, is a mistake: `tongguan config check --config FILE` lists every mistake of both
+rooms at once. Nothing here is a secret: secrets are files that settings point to.
 """
 UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_tokens": "tokens"}
 KINDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
