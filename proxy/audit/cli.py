@@ -201,7 +201,8 @@ def _print(result: Result, keys_file: Path | None) -> None:
     good = result.exit_code == 0
     click.secho(f"audit {result.verdict}", fg="green" if good else "red", bold=True)
     if first is not None and (first.origin or first.place.file):
-        click.echo(f"  first at seq {first.seq} of {first.origin or 'an unknown chain'}")
+        chain_dir = first.place.file.partition("/")[0]
+        click.echo(f"  first at seq {first.seq} of {first.origin or f'chain {chain_dir}'}")
     if result.chains:
         counts = f"{_count(len(result.chains), 'chain')}, {_count(result.records, 'record')}"
         click.echo(f"  {counts}; MACs {_macs(result, keys_file)}")

@@ -191,8 +191,10 @@ def test_a_key_file_without_chain_seeds_is_wrong_use(directory, keys):
 
 def test_seeds_of_other_chains_are_said_to_check_nothing(directory, keys):
     strange = _with(keys, chain_seeds=[{"id": "other", "seed": "11" * 32}])
+    (chain,) = directory.iterdir()
     result = _run("verify", directory, "--keys", strange)
     assert result.exit_code == 16
+    assert f"first at seq 0 of chain {chain.name}\n" in result.stdout
     assert f"MACs not checked: no record here is of a seed in {strange}" in result.stdout
     found = json.loads(_run("verify", directory, "--keys", strange, "--json").stdout)
     assert (found["verdict"], found["mac_checked"]) == ("key_unknown", False)
