@@ -82,3 +82,37 @@ def test_cut_points_never_change_the_text(text, stops, data):
     else:
         assert text.startswith(released)
         assert any(text.startswith(stop, len(released)) for stop in stops)
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=60),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=4),
+    size=st.integers(1, 5),
+)
+def test_strings_that_overlap_themselves_are_found_where_they_first_end(text, stops, size):
+    out, stopped = feed([text[i : i + size].encode() for i in range(0, len(text), size)], stops)
+    # What has been released is never taken back, and what is held back is only what might stop.
+    for upto in range(0, len(text), size):
+        if any(stop in text[: upto + size] for stop in stops):
+            seen = text[: upto + size]
+            assert "".join(out) == seen[: min(seen.find(s) for s in stops if s in seen)]
+            assert stopped
+            return
+    assert not stopped
+    assert "".join(out) == text
+
+
+def test_no_stop_string_makes_a_text_cost_more_than_its_length():
+    class Counting(str):
+        __slots__ = ()
+        compared = 0
+
+        def __getitem__(self, at):
+            Counting.compared += 1
+            return super().__getitem__(at)
+
+    stream = TextStream((Counting("a" * 1000 + "c"), Counting("ab" * 500 + "c")))
+    Counting.compared = 0
+    for piece in [b"aaaa"] * 2500 + [b"abab"] * 2500:
+        stream.push(piece)
+    assert Counting.compared <= 2 * 3 * 20_000
