@@ -65,8 +65,14 @@ if TYPE_CHECKING:
     from agent.metrics import Metrics
     from agent.node import Node
 
+    _Parse = Callable[[bytes, int], Job]
+
 # Below this a body is parsed and tokenised on the loop: a thread hop costs more.
 INLINE_BYTES = 8 << 10
+# Above this it has a lane of its own, so that a few huge prompts do not hold up ordinary ones.
+HUGE_BYTES = 256 << 10
+HUGE_WAITING = 8
+_JSON_TYPE = re.compile(rb"application/(?:[a-z0-9.-]+\+)?json[ \t]*(?:;.*)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -82,6 +88,8 @@ class Api:
         self._calls: dict[int, Call] = {}
         self._bodies = Bodies()
         self._long_prompts: Executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._huge_prompts: Executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize-huge")
+        self._huge = 0
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
@@ -155,9 +163,7 @@ class Api:
 
     # Generation.
 
-    async def generate(
-        self, parse: Callable[[bytes], Job], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def generate(self, parse: _Parse, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
         loop = asyncio.get_running_loop()
         started_ns = time.monotonic_ns()
@@ -178,6 +184,7 @@ class Api:
         )
         try:
             self._node.require_engine()
+            _check_head(call, headers)
             body = await call.read_body()
         except ApiError as error:
             call.let_go()
@@ -196,7 +203,7 @@ class Api:
                 del self._calls[id(call)]
                 watcher.cancel()
 
-    async def _run(self, call: Call, parse: Callable[[bytes], Job], body: bytes) -> None:
+    async def _run(self, call: Call, parse: _Parse, body: bytes) -> None:
         try:
             try:
                 job, prompt_ids = await self._understand(call, parse, body)
@@ -210,13 +217,15 @@ class Api:
             await call.end_abandoned(end)
 
     async def _understand(
-        self, call: Call, parse: Callable[[bytes], Job], body: bytes
+        self, call: Call, parse: _Parse, body: bytes
     ) -> tuple[Job, Sequence[int]]:
         def work() -> tuple[Job, Sequence[int]]:
-            job = parse(body)
+            call.inbox.check()  # who left while this waited for its turn costs nothing
+            context_length = engine.info.context_length
+            job = parse(body, context_length)
             self._check_model(job.model)
             try:
-                return job, job.prompt_ids(engine.tokenizer)
+                return job, job.prompt_ids(engine.tokenizer, context_length)
             except ChatTemplateError as problem:
                 raise ApiError(
                     INVALID, f"the model's chat template refused: {problem}", param="messages"
@@ -225,11 +234,27 @@ class Api:
         engine = self._node.require_engine()
         if len(body) <= INLINE_BYTES:
             result = work()
-        else:
+        elif len(body) <= HUGE_BYTES:
             loop = asyncio.get_running_loop()
             result = await loop.run_in_executor(self._long_prompts, work)
+        else:
+            result = await self._in_huge_lane(work)
         call.inbox.check()
         return result
+
+    async def _in_huge_lane(
+        self, work: Callable[[], tuple[Job, Sequence[int]]]
+    ) -> tuple[Job, Sequence[int]]:
+        if self._huge >= HUGE_WAITING:
+            self._metrics.limits.labels("queue").inc()
+            raise ApiError(
+                QUEUE_FULL, f"{HUGE_WAITING} bodies of more than {HUGE_BYTES} bytes wait already"
+            )
+        self._huge += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._huge_prompts, work)
+        finally:
+            self._huge -= 1
 
     def _check_model(self, name: str | None) -> None:
         names = self._node.names
@@ -352,12 +377,23 @@ class Api:
 class _Endpoint:
     """An ASGI application for one POST path; Starlette routes to it untouched."""
 
-    def __init__(self, api: Api, parse: Callable[[bytes], Job]) -> None:
+    def __init__(self, api: Api, parse: _Parse) -> None:
         self._api = api
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._api.generate(self._parse, scope, receive, send)
+
+
+def _check_head(call: Call, headers: dict[bytes, bytes]) -> None:
+    """Refuse a body that another reader could see otherwise; raises `ApiError` (400)."""
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        # RFC 9112 section 6.3: this ought to be handled as an error.
+        call.close = True
+        raise ApiError(INVALID, "both Content-Length and Transfer-Encoding")
+    for name, value in call.scope["headers"]:
+        if name == b"content-type" and value and not _JSON_TYPE.fullmatch(value.strip()):
+            raise ApiError(INVALID, "Content-Type: expected application/json, or none")
 
 
 def _check_finish(batch: Batch) -> None:

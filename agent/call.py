@@ -74,6 +74,7 @@ class Call:
         """
         limit = self.settings.body_bytes
         if int(dict(self.scope["headers"]).get(b"content-length", b"0")) > limit:
+            await self._discard()
             raise self._too_large()
         body = bytearray()
         more = True
@@ -99,9 +100,31 @@ class Call:
             body += piece
             more = message.get("more_body", False)
             if len(body) > limit:
+                if more:
+                    await self._discard()
                 raise self._too_large()
         self.close = False
         return bytes(body)
+
+    async def _discard(self) -> None:
+        """Read and drop the rest where the connection closes with the answer.
+
+        Closing over unread bytes resets the connection (RFC 9112 section 9.6), and the answer is
+        lost; elsewhere the server reads on behind the answer. At most `DISCARD_BYTES` within
+        `body_idle_s`. A client that awaits `100 Continue` sends nothing, and is not to be told to.
+        """
+        headers = dict(self.scope["headers"])
+        closes = self.close or b"close" in headers.get(b"connection", b"").lower()
+        if not closes or b"expect" in headers:
+            return
+        left = DISCARD_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.body_idle_s):
+                while left > 0:
+                    message: Any = await self.receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
 
     def let_go(self) -> None:
         """Count the body no more: it has become token ids, or an error."""

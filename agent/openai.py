@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import orjson
 
-from agent.engine.types import Sampling, Tokenizer
-from agent.errors import INVALID, ApiError
+from agent.engine.types import PromptTooLong, Sampling, Tokenizer
+from agent.errors import CONTEXT_EXCEEDED, INVALID, ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STOPS_MAX = 4
+STOP_CHARACTERS = 1024
+MEMBERS_MAX = 256
+# Messages, or content parts of all messages together; a model with a smaller context takes as many
+# as that has tokens.
+MESSAGES_MAX = 16384
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _INT64 = 2**63
 
@@ -185,12 +190,22 @@ class Job:
         """Name of the member that holds the prompt."""
         return "messages" if self.chat else "prompt"
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> Sequence[int]:
-        """Return the prompt as token ids; raises `ChatTemplateError`."""
-        if self.messages is not None:
-            return tokenizer.apply_chat(self.messages, add_generation_prompt=True)
-        if self.text is not None:
-            return tokenizer.encode(self.text)
+    def prompt_ids(self, tokenizer: Tokenizer, context_length: int) -> Sequence[int]:
+        """Return the prompt as token ids; raises `ChatTemplateError`.
+
+        Raises `ApiError` (400) for a text so long that it needs no tokeniser to know.
+        """
+        try:
+            if self.messages is not None:
+                return tokenizer.apply_chat(
+                    self.messages, add_generation_prompt=True, tokens_max=context_length
+                )
+            if self.text is not None:
+                return tokenizer.encode(self.text, tokens_max=context_length)
+        except PromptTooLong as problem:
+            raise _too_long(
+                self.prompt_field, f"at least {problem.tokens_min}", context_length
+            ) from None
         assert self.ids is not None
         return self.ids
 
@@ -205,24 +220,32 @@ class Job:
         )
 
 
-_Request = TypeVar("_Request", bound=_Common)
+_Decoded = TypeVar("_Decoded")
 
 _chat_decoder = msgspec.json.Decoder(_Chat)
 _completion_decoder = msgspec.json.Decoder(_Completion)
 
 
-def parse_chat(body: bytes) -> Job:
+def parse_chat(body: bytes, context_length: int) -> Job:
     """Read a body of `/v1/chat/completions`; raises `ApiError` (400) naming the parameter."""
+    _members(body, _Chat)
     request = _decode(_chat_decoder, body)
     _refuse_unsupported(request)
+    _check_count(request.messages, min(context_length, MESSAGES_MAX))
     messages = tuple(_message(index, message) for index, message in enumerate(request.messages))
     # max_tokens is the older name of the same limit; where both are given the newer one counts.
     max_tokens = request.max_completion_tokens or request.max_tokens
     return _job(request, max_tokens, messages=messages)
 
 
-def parse_completion(body: bytes) -> Job:
+def parse_completion(body: bytes, context_length: int) -> Job:
     """Read a body of `/v1/completions`; raises `ApiError` (400) naming the parameter."""
+    prompt = _members(body, _Completion).get("prompt", b"")
+    if prompt[:1] == b"[" and b'"' not in prompt:
+        # Millions of ids are counted before they are made into as many objects.
+        count = prompt.count(b",") + 1
+        if count > context_length:
+            raise _too_long("prompt", str(count), context_length)
     request = _decode(_completion_decoder, body)
     _refuse_unsupported(request)
     text, ids = _prompt(request.prompt)
@@ -257,7 +280,77 @@ def _job(
     )
 
 
-def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+def _too_long(field: str, tokens: str, context_length: int) -> ApiError:
+    return ApiError(
+        CONTEXT_EXCEEDED,
+        f"this model's maximum context length is {context_length} tokens, but the prompt has "
+        f"{tokens} tokens; shorten it",
+        param=field,
+    )
+
+
+_members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# JSON's white space (RFC 8259 section 2); possessive, so that no input makes them go back.
+_OPENING = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+")
+_NAME = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\r\n]*+:[ \t\r\n]*+')
+_AFTER = re.compile(rb"[ \t\r\n]*+([,}])[ \t\r\n]*+")
+
+
+def _members(body: bytes, kind: type[_Common]) -> dict[str, bytes]:
+    """Return the object's members as the bytes they are; raises `ApiError` (400).
+
+    Refused is what two readers could read as two requests: a member given twice, of which one
+    takes the first and another the last (RFC 8259 section 4), and bytes that are not UTF-8, also in
+    members nobody looks at.
+    """
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            raise ApiError(INVALID, "the body is not valid JSON: it is not UTF-8") from None
+    raws = _decode(_members_decoder, body)
+    if len(raws) > MEMBERS_MAX:
+        raise ApiError(INVALID, f"the body: at most {MEMBERS_MAX} members")
+    members = {name: bytes(raw) for name, raw in raws.items()}
+    opening = _OPENING.match(body)
+    assert opening is not None
+    at = opening.end()
+    # The decoder kept the last of each name, and the body is well formed. So a walk that steps
+    # over each member by the value kept for it arrives at the end, or meets one given twice.
+    unseen = dict(members)
+    while unseen:
+        name = _NAME.match(body, at)
+        assert name is not None
+        key = msgspec.json.decode(name[1], type=str)
+        value = unseen.pop(key, None)
+        after = None
+        if value is not None and body.startswith(value, name.end()):
+            after = _AFTER.match(body, name.end() + len(value))
+        if after is None:
+            raise _given_twice(key, kind)
+        at = after.end()
+        if not unseen and after[1] == b",":
+            again = _NAME.match(body, at)
+            assert again is not None
+            raise _given_twice(msgspec.json.decode(again[1], type=str), kind)
+    return members
+
+
+def _given_twice(name: str, kind: type[_Common]) -> ApiError:
+    # Only a name we know is named: another could hold anything.
+    known = name if name in kind.__struct_fields__ else None
+    return ApiError(INVALID, f"{known or 'the body'}: a member is given twice", param=known)
+
+
+def _check_count(messages: list[_Message], most: int) -> None:
+    if len(messages) > most:
+        raise ApiError(INVALID, f"messages: at most {most} messages", param="messages")
+    parts = sum(len(m.content) for m in messages if isinstance(m.content, list))
+    if parts > most:
+        raise ApiError(INVALID, f"messages: at most {most} content parts", param="messages")
+
+
+def _decode(decoder: msgspec.json.Decoder[_Decoded], body: bytes) -> _Decoded:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
@@ -345,6 +438,10 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > STOPS_MAX:
         raise ApiError(INVALID, f"stop: at most {STOPS_MAX} strings", param="stop")
+    if any(len(string) > STOP_CHARACTERS for string in stops):
+        raise ApiError(
+            INVALID, f"stop: at most {STOP_CHARACTERS} characters a string", param="stop"
+        )
     if not all(stops):
         raise ApiError(INVALID, "stop: a string is empty", param="stop")
     return stops

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from agent.engine.types import ChatTemplateError, ModelFileError
+from agent.engine.types import ChatTemplateError, ModelFileError, PromptTooLong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +35,7 @@ _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _TEMPLATE_BYTES_MAX: Final = 1 << 18
+_ALONE_CHARACTERS: Final = 8 << 10
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -80,6 +81,7 @@ def _splitter(name: str) -> pre_tokenizers.PreTokenizer:
 class TextTokenizer:
     """Implements `types.Tokenizer`; `ends` are the ids that end a generation.
 
+    `token_bytes_max`: no token stands for more bytes of text; None where that cannot be known.
     Thread safe: nothing changes after construction.
     """
 
@@ -90,11 +92,13 @@ class TextTokenizer:
         ends: frozenset[int],
         template: str | None,
         special: Mapping[str, str],
+        token_bytes_max: int | None = None,
     ) -> None:
         self._inner = inner
         self._pieces = pieces
         self.ends = ends
         self._special = dict(special)
+        self._token_bytes_max = token_bytes_max
         self._template = None if template is None else _compile(template)
 
     @property
@@ -102,15 +106,35 @@ class TextTokenizer:
         """Count of ids."""
         return len(self._pieces)
 
-    def encode(self, text: str) -> list[int]:
-        """Return ids of `text`, with a leading BOS where the model wants one."""
-        ids: list[int] = self._inner.encode(text).ids
+    def encode(self, text: str, *, tokens_max: int | None = None) -> list[int]:
+        """Return ids of `text`, with a leading BOS where the model wants one.
+
+        Raises `PromptTooLong` where the length alone says that `tokens_max` is passed.
+        """
+        return self._encode(text, tokens_max, special=True)
+
+    def _encode(self, text: str, tokens_max: int | None, *, special: bool) -> list[int]:
+        if tokens_max is not None and self._token_bytes_max is not None:
+            size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+            tokens_min = -(-size // self._token_bytes_max)
+            if tokens_min > tokens_max:
+                raise PromptTooLong(tokens_min)
+        # Only the batch call lets other threads run meanwhile; it costs tens of microseconds.
+        if len(text) > _ALONE_CHARACTERS:
+            batch = self._inner.encode_batch_fast([text], add_special_tokens=special)
+            ids: list[int] = batch[0].ids
+        else:
+            ids = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
     def apply_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
     ) -> list[int]:
-        """Return ids of a conversation; raises `ChatTemplateError`."""
+        """Return ids of a conversation; raises `ChatTemplateError` and `PromptTooLong`."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
         try:
@@ -121,8 +145,7 @@ class TextTokenizer:
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as problem:
             detail = str(problem) if isinstance(problem, _RefusalError) else type(problem).__name__
             raise ChatTemplateError(f"the chat template refused the messages: {detail}") from None
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(text, tokens_max, special=False)
 
     def piece(self, token_id: int) -> bytes:
         """Return a token's bytes; special tokens and ids without a token have none."""
@@ -228,6 +251,11 @@ def from_gguf(file: GgufFile) -> TextTokenizer:
         frozenset(index for index in ends if 0 <= index < len(tokens)),
         file.get("tokenizer.chat_template", str, "") or None,
         {f"{name}_token": token for name, token in names.items()},
+        # Byte-level BPE drops no byte of a text, and nothing normalises it.
+        max(
+            max(map(len, pieces), default=1),
+            max((len(t.content.encode()) for t in added), default=1),
+        ),
     )
 
 
@@ -280,7 +308,29 @@ def from_folder(folder: Path, end_ids: frozenset[int]) -> TextTokenizer:
     special = {name: token for name, token in found.items() if token}
     if special.get("eos_token") in vocabulary:
         ends.add(vocabulary[special["eos_token"]])
-    return TextTokenizer(inner, pieces, frozenset(ends), _template_of(folder, config), special)
+    return TextTokenizer(
+        inner,
+        pieces,
+        frozenset(ends),
+        _template_of(folder, config),
+        special,
+        _token_bytes_max(description, pieces),
+    )
+
+
+def _token_bytes_max(description: Any, pieces: list[bytes]) -> int | None:
+    """Return the most bytes of text a token stands for; None where text may vanish or shrink."""
+    added = description.get("added_tokens") or []
+    if (
+        (description.get("normalizer") or {}).get("type") not in {None, "NFC"}
+        or "ByteLevel" not in json.dumps(description.get("pre_tokenizer"))
+        or any(token.get("lstrip") or token.get("rstrip") for token in added)
+    ):
+        return None
+    # NFC joins at most four characters to one that is never longer than a quarter of them.
+    factor = 4 if description.get("normalizer") else 1
+    longest = max(map(len, pieces), default=1)
+    return factor * max([longest, 1, *(len(token["content"].encode()) for token in added)])
 
 
 def _is_sentence_piece(description: Any) -> bool:

@@ -127,6 +127,14 @@ class ContextExceeded(EngineError):  # noqa: N818 - named as OpenAI names it
         self.context_length = context_length
 
 
+class PromptTooLong(EngineError):  # noqa: N818 - a state
+    """A text has so many bytes that it is at least `tokens_min` tokens, whatever they are."""
+
+    def __init__(self, tokens_min: int) -> None:
+        super().__init__(f"the prompt has at least {tokens_min} tokens")
+        self.tokens_min = tokens_min
+
+
 class EngineClosed(EngineError):  # noqa: N818 - a state
     """The engine has been closed; nothing more is taken."""
 
@@ -160,14 +168,24 @@ class Tokenizer(Protocol):
         """Count of ids, added tokens included."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return ids of `text`, with a leading BOS where the model wants one."""
+    def encode(self, text: str, *, tokens_max: int | None = None) -> list[int]:
+        """Return ids of `text`, with a leading BOS where the model wants one.
+
+        Raises `PromptTooLong` where the length alone says that `tokens_max` is passed.
+        """
         ...
 
     def apply_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
     ) -> list[int]:
-        """Return ids of a conversation; raises `ChatTemplateError` with the template's message."""
+        """Return ids of a conversation; raises `ChatTemplateError` with the template's message.
+
+        Raises `PromptTooLong` as `encode` does.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

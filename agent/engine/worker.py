@@ -138,11 +138,12 @@ class TorchEngine:
         tokens = list(prompt_ids)
         if not tokens:
             raise ValueError("prompt: must have at least one token")
-        if not all(0 <= token < self.info.vocab_size for token in tokens):
-            raise ValueError(f"prompt: token ids must be from 0 to {self.info.vocab_size - 1}")
+        # First what costs nothing: the caller may be an event loop.
         total = len(tokens) + sampling.max_tokens
         if total > self._context:
             raise ContextExceeded(len(tokens), sampling.max_tokens, self._context)
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            raise ValueError(f"prompt: token ids must be from 0 to {self.info.vocab_size - 1}")
         with self._condition:
             if self._closing:
                 raise EngineClosed("the engine is closed")
