@@ -104,3 +104,19 @@ def test_long_additional_data():
 def test_there_are_as_many_cases_as_promised():
     assert DENSE_CASES + len(LONG) + 208 >= 100_000
     assert {max(LONG), min(LONG)} == {(4 << 20) + 1, 4095}
+
+
+@built
+@pytest.mark.slow
+def test_the_counter_carries_into_its_top_byte():
+    """Block 2^24 of one message, in place; each tier opens what the one before has sealed."""
+    length = (1 << 28) + 1000
+    room = memoryview(bytearray(length + 16))
+    text = room[:length]
+    tiers = sm4.TIERS if len(sm4.TIERS) % 2 == 0 else (*sm4.TIERS, "portable")
+    nonce = bytes(12)
+    for sealing, opening in zip(tiers[::2], tiers[1::2], strict=True):
+        sm4.Sm4Gcm(bytes(16), sealing).seal_into(nonce, text, room)
+        assert text[-4096:] != bytes(4096)
+        sm4.Sm4Gcm(bytes(16), opening).open_into(nonce, room, room)
+        assert text[-4096:] == bytes(4096)
