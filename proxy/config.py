@@ -136,9 +136,7 @@ class Envelope:
     """Receiver side of the SM4 channel."""
 
     window_s: int = setting(60, "how old an envelope may be", ge=1, le=600)
-    ahead_s: int = setting(
-        5, "how far ahead its clock may be, at most window_s", ge=0, le=60
-    )
+    ahead_s: int = setting(5, "how far ahead its clock may be, at most window_s", ge=0, le=60)
     fence_s: int = setting(
         10,
         "start fence: nothing from before start + fence; 0: none",

@@ -34,6 +34,11 @@ EXIT_CODES = {
 INFORMATION = frozenset({"clock_backwards"})
 
 
+def printable(name: str) -> str:
+    """Return a file's name as JSON can hold it: bytes that are no UTF-8 are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where in the directory: file (relative), byte offset of the line."""
@@ -59,7 +64,7 @@ class Finding:
             "class": self.cls,
             "origin": self.origin,
             "seq": self.seq,
-            "file": self.place.file,
+            "file": printable(self.place.file),
             "offset": self.place.offset,
             "note": self.note,
         }
@@ -67,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """One chain as it was seen: `end` is closed, sealed, open, truncated or skipped."""
+    """One chain as it was seen: `end` is closed, sealed, open or truncated."""
 
     dir: str
     origin: str
@@ -76,7 +81,8 @@ class ChainEnd:
 
     def public(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {"dir": self.dir, "origin": self.origin, "records": self.records, "end": self.end}
+        name = printable(self.dir)
+        return {"dir": name, "origin": self.origin, "records": self.records, "end": self.end}
 
 
 @dataclass(slots=True)

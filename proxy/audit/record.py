@@ -14,7 +14,7 @@ from proxy.audit.canonical import INT_LIMIT, TEXT_BYTES, clean_text
 
 
 def _is_int(value: Any) -> bool:
-    return type(value) is int
+    return type(value) is int and -INT_LIMIT < value < INT_LIMIT
 
 
 def _is_text(value: Any) -> bool:

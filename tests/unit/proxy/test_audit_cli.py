@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -148,10 +149,17 @@ def test_a_key_file_without_the_private_key_cannot_open_ids(directory, keys):
     assert "auditor.json" in result.stderr
 
 
-def test_since_skips_chains_that_ended_before(directory, keys):
-    result = _run("verify", directory, "--keys", keys, "--since", "2027-01-01T00:00:00+08:00")
-    assert result.exit_code == 0
-    assert "skipped" in result.stdout
+def test_since_still_checks_the_last_segment_of_every_chain(directory, keys):
+    later = "2027-01-01T00:00:00+08:00"
+    assert _run("verify", directory, "--keys", keys, "--since", later).exit_code == 0
+    (chain,) = directory.iterdir()
+    log = segments(chain)[0][1]
+    # A changed record, and a last line that claims to be ancient.
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"v":1', b'"v":2', 1)
+    lines[-1] = re.sub(rb'"wall_ns":"[0-9]+"', b'"wall_ns":"1"', lines[-1])
+    log.write_bytes(b"".join(lines))
+    assert _run("verify", directory, "--keys", keys, "--since", later).exit_code != 0
 
 
 def test_a_segment_that_cannot_be_read_is_io_error(directory, keys):
