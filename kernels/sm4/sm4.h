@@ -19,13 +19,14 @@ typedef struct sm4_key sm4_key;
 typedef struct sm4_tier {
     const char *name; /* as shown to operators: "gfni-avx512", "gfni-avx2", "aesni-avx2", ... */
     int (*usable)(void); /* does this CPU, and this OS, allow it? */
-    /* Fills `powers` as this tier wants them, at least those needed for `message_bytes` (0: all),
-     * the additional data's bytes among them; sets `powers_for`. Called once after the expansion,
+    /* Fills `powers` as this tier wants them, at least those needed for `message_bytes` (0: all):
+     * whole blocks, additional data and text each rounded up to 16 bytes; sets `powers_for`. Called once after the expansion,
      * so a tier's own form of the round keys is made here too. */
     void (*powers)(sm4_key *key, size_t message_bytes);
     /* Encrypts (seal != 0) or decrypts `length` bytes; `in` and `out` may be equal, not overlap
      * otherwise; writes the tag of the ciphertext. Counters start at 2, as GCM has it for 12-byte
-     * nonces. Opening: the caller compares the tag in constant time and wipes `out` if it differs. */
+     * nonces. Opening: the caller compares the tag in constant time and wipes `out` on a
+     * mismatch. */
     void (*gcm)(const sm4_key *key, const uint8_t nonce[SM4_NONCE], const uint8_t *aad,
                 size_t aad_length, const uint8_t *in, uint8_t *out, size_t length,
                 uint8_t tag[SM4_TAG], int seal);
@@ -52,6 +53,8 @@ int sm4_tags_equal(const uint8_t a[SM4_TAG], const uint8_t b[SM4_TAG]); /* const
 
 /* tiers.c: the tiers compiled in, best first, NULL at the end. */
 extern const sm4_tier *const sm4_tiers[];
+/* Remembered: a virtual machine takes microseconds to answer CPUID. */
+int sm4_tier_usable(const sm4_tier *tier);
 const sm4_tier *sm4_best_tier(void);
 
 #endif

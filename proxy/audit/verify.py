@@ -70,8 +70,8 @@ def verify_directory(
 
     Without `keys` links and form are checked, MACs not: the best verdict is then `ok_public`.
     `live_now_ns`, the wall clock, demands that open chains have a fresh last record. `since_ns`
-    skips segments that ended before, but for each chain's last one. `progress` is told of bytes read. Raises nothing
-    for what it finds on disk: that is a finding, `io_error` included.
+    skips segments that ended before, but for each chain's last one. `progress` is told of bytes
+    read. Raises nothing for what it finds on disk: that is a finding, `io_error` included.
     """
     run = _Run(Result(keys is not None), keys, live_now_ns, since_ns, progress)
     try:
@@ -93,7 +93,7 @@ def verify_directory(
         _check_chain(run, chain, index)
     _check_across(run, alone=alone)
     if keys is not None and not keys.used:
-        # Where all was skipped (--since) nothing was found, and nothing is said either.
+        # Where there is no chain at all nothing was found, and nothing is said either.
         run.result.mac_checked = run.result.first is None
     return run.result
 

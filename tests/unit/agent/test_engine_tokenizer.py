@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from agent.engine import tokenizer
+from agent.engine import template, tokenizer
 from agent.engine.gguf_file import GgufFile
 from agent.engine.types import ChatTemplateError, ModelFileError
 from tests.unit.agent.engine_kit import (
@@ -82,7 +82,7 @@ def test_odd_messages_never_break_out(tiny, messages):
 
 def test_a_refusal_never_shows_the_messages(from_gguf):
     bad = from_gguf(metadata=[])
-    bad._template = tokenizer._compile("{{ messages[0]['content'] + 1 }}")
+    bad._template = template.ChatTemplate("{{ messages[0]['content'] + 1 }}")
     with pytest.raises(ChatTemplateError) as caught:
         bad.apply_chat([{"role": "user", "content": "hunter2"}])
     assert "hunter2" not in str(caught.value)
@@ -99,18 +99,17 @@ def test_a_refusal_never_shows_the_messages(from_gguf):
     ],
 )
 def test_a_template_cannot_leave_its_sandbox(tiny, source):
-    template = tokenizer._compile(source)
     hostile = tokenizer.TextTokenizer(tiny._inner, tiny._pieces, tiny.ends, None, {})
-    hostile._template = template
+    hostile._template = template.ChatTemplate(source)
     with pytest.raises(ChatTemplateError):
         hostile.apply_chat([{"role": "user", "content": "x"}])
 
 
 def test_a_template_that_is_no_template_is_a_model_file_error():
     with pytest.raises(ModelFileError, match="malformed chat template"):
-        tokenizer._compile("{% for %}")
+        template.ChatTemplate("{% for %}")
     with pytest.raises(ModelFileError, match="has more than"):
-        tokenizer._compile("x" * ((1 << 18) + 1))
+        template.ChatTemplate("x" * ((1 << 18) + 1))
 
 
 def test_no_template_is_said(tiny):

@@ -156,7 +156,9 @@ def hmac_of(data):
     return hmac.new(KEY, data, "sha256").hexdigest()
 
 
-@pytest.mark.parametrize("body", [b"not json", b'{"model":"a"', b"[1]", b'{"messages":1,"messages":2}'])
+@pytest.mark.parametrize(
+    "body", [b"not json", b'{"model":"a"', b"[1]", b'{"messages":1,"messages":2}']
+)
 def test_a_body_whose_prompt_cannot_be_told_is_hashed_as_a_whole(body):
     seen = observation()
     seen.observe_request(body, ask_ids=False)
