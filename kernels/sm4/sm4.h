@@ -20,8 +20,8 @@ typedef struct sm4_tier {
     const char *name; /* as shown to operators: "gfni-avx512", "gfni-avx2", "aesni-avx2", ... */
     int (*usable)(void); /* does this CPU, and this OS, allow it? */
     /* Fills `powers` as this tier wants them, at least those needed for `message_bytes` (0: all):
-     * whole blocks, additional data and text each rounded up to 16 bytes; sets `powers_for`. Called once after the expansion,
-     * so a tier's own form of the round keys is made here too. */
+     * whole blocks, additional data and text each rounded up to 16 bytes; sets `powers_for`.
+     * Called once after the expansion, so a tier's own form of the round keys is made here too. */
     void (*powers)(sm4_key *key, size_t message_bytes);
     /* Encrypts (seal != 0) or decrypts `length` bytes; `in` and `out` may be equal, not overlap
      * otherwise; writes the tag of the ciphertext. Counters start at 2, as GCM has it for 12-byte
