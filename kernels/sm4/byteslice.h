@@ -1,4 +1,4 @@
-/* SM4's rounds with the state cut into bytes: register 4 w + j holds byte j of word w of each block.
+/* SM4's rounds, the state cut into bytes: register 4 w + j holds byte j of word w of each block.
  *
  * So a rotation by 8 costs nothing (another register), and what is left of a round is two affine
  * inversions a byte and exclusive ors. With d = D(t), a = A(t) of sbox_constants.h, output byte j
@@ -78,7 +78,7 @@ BS_INLINE void BS_NAME(start)(BS_VECTOR *x, const uint8_t nonce[SM4_NONCE], uint
 }
 
 /* Out of P, words in reverse (GB/T 32907, 6.1), and byte i of lane l of register b to byte b of
- * lane l of register i. Each step interleaves registers 8 apart: bit by bit the number of a register and
+ * lane l of register i. Each step interleaves registers 8 apart: bit by bit a register's number and
  * that of a byte in its lane change places. */
 BS_INLINE void BS_NAME(finish)(BS_VECTOR *x, BS_VECTOR *out)
 {

@@ -229,7 +229,7 @@ done:
 static const sm4_tier *tier_named(const char *name)
 {
     for (const sm4_tier *const *tier = sm4_tiers; *tier != NULL; tier++) {
-        if (strcmp((*tier)->name, name) == 0 && (*tier)->usable()) {
+        if (strcmp((*tier)->name, name) == 0 && sm4_tier_usable(*tier)) {
             return *tier;
         }
     }

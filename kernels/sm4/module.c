@@ -18,7 +18,7 @@ static const sm4_tier *tier_named(PyObject *name)
         return NULL;
     }
     for (const sm4_tier *const *tier = sm4_tiers; *tier != NULL; tier++) {
-        if (PyUnicode_CompareWithASCIIString(name, (*tier)->name) == 0 && (*tier)->usable()) {
+        if (PyUnicode_CompareWithASCIIString(name, (*tier)->name) == 0 && sm4_tier_usable(*tier)) {
             return *tier;
         }
     }
@@ -104,7 +104,7 @@ static PyObject *module_tiers(PyObject *module, PyObject *unused)
     (void)module, (void)unused;
     PyObject *names = PyList_New(0);
     for (const sm4_tier *const *tier = sm4_tiers; names != NULL && *tier != NULL; tier++) {
-        PyObject *name = (*tier)->usable() ? PyUnicode_FromString((*tier)->name) : Py_None;
+        PyObject *name = sm4_tier_usable(*tier) ? PyUnicode_FromString((*tier)->name) : Py_None;
         if (name == NULL || (name != Py_None && PyList_Append(names, name) < 0)) {
             Py_CLEAR(names);
         }

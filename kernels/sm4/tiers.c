@@ -27,10 +27,25 @@ const sm4_tier *const sm4_tiers[] = {
     NULL,
 };
 
+int sm4_tier_usable(const sm4_tier *tier)
+{
+    enum { UNKNOWN, NO, YES };
+    static _Atomic unsigned char answers[sizeof sm4_tiers / sizeof *sm4_tiers];
+    size_t at = 0;
+
+    while (sm4_tiers[at] != tier) {
+        at++; /* a tier of the list: it ends here */
+    }
+    if (answers[at] == UNKNOWN) {
+        answers[at] = tier->usable() ? YES : NO; /* whoever asks twice at once hears the same */
+    }
+    return answers[at] == YES;
+}
+
 const sm4_tier *sm4_best_tier(void)
 {
     const sm4_tier *const *tier = sm4_tiers;
-    while (!(*tier)->usable()) {
+    while (!sm4_tier_usable(*tier)) {
         tier++; /* the portable one, last, always is */
     }
     return *tier;
