@@ -2,20 +2,18 @@
 
 Two kinds of vocabulary are known: byte-level BPE (GPT-2, Llama 3, Qwen2, SmolLM) and
 SentencePiece-like pieces with byte fallback (Llama 2, from a Hugging Face folder). Nothing is
-fetched. The template comes from a file: it runs in jinja's immutable sandbox.
+fetched.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from agent.engine.template import ChatTemplate
 from agent.engine.types import ChatTemplateError, ModelFileError, PromptTooLong
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ _WORDS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
-_TEMPLATE_BYTES_MAX: Final = 1 << 18
 _ALONE_CHARACTERS: Final = 8 << 10
 
 
@@ -99,7 +96,7 @@ class TextTokenizer:
         self.ends = ends
         self._special = dict(special)
         self._token_bytes_max = token_bytes_max
-        self._template = None if template is None else _compile(template)
+        self._template = None if template is None else ChatTemplate(template)
 
     @property
     def vocab_size(self) -> int:
@@ -137,14 +134,9 @@ class TextTokenizer:
         """Return ids of a conversation; raises `ChatTemplateError` and `PromptTooLong`."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
-        try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special
-            )
-        # A template is a program from a file: whatever it raises is its refusal.
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as problem:
-            detail = str(problem) if isinstance(problem, _RefusalError) else type(problem).__name__
-            raise ChatTemplateError(f"the chat template refused the messages: {detail}") from None
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, **self._special
+        )
         return self._encode(text, tokens_max, special=False)
 
     def piece(self, token_id: int) -> bytes:
@@ -154,31 +146,6 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return text of `token_ids`; special tokens give nothing, broken bytes U+FFFD."""
         return b"".join(map(self.piece, token_ids)).decode("utf-8", "replace")
-
-
-class _RefusalError(TemplateError):
-    """Raised by a template through `raise_exception`."""
-
-
-def _raise(message: str) -> None:
-    raise _RefusalError(str(message)[:200])
-
-
-def _compile(source: str) -> Any:
-    if len(source) > _TEMPLATE_BYTES_MAX:
-        raise ModelFileError(f"the chat template has more than {_TEMPLATE_BYTES_MAX} characters")
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: dt.datetime.now(dt.UTC).strftime(form)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    try:
-        return environment.from_string(source)
-    except TemplateError as problem:
-        raise ModelFileError(f"malformed chat template: {problem}") from None
 
 
 def _byte_level(token: str) -> bytes:
