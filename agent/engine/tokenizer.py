@@ -17,7 +17,7 @@ from agent.engine.template import ChatTemplate
 from agent.engine.types import ChatTemplateError, ModelFileError, PromptTooLong
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from agent.engine.gguf_file import GgufFile
@@ -218,11 +218,7 @@ def from_gguf(file: GgufFile) -> TextTokenizer:
         frozenset(index for index in ends if 0 <= index < len(tokens)),
         file.get("tokenizer.chat_template", str, "") or None,
         {f"{name}_token": token for name, token in names.items()},
-        # Byte-level BPE drops no byte of a text, and nothing normalises it.
-        max(
-            max(map(len, pieces), default=1),
-            max((len(t.content.encode()) for t in added), default=1),
-        ),
+        _longest(pieces, (token.content for token in added), vocabulary),
     )
 
 
@@ -281,23 +277,32 @@ def from_folder(folder: Path, end_ids: frozenset[int]) -> TextTokenizer:
         frozenset(ends),
         _template_of(folder, config),
         special,
-        _token_bytes_max(description, pieces),
+        _token_bytes_max(description, pieces, vocabulary),
     )
 
 
-def _token_bytes_max(description: Any, pieces: list[bytes]) -> int | None:
+def _token_bytes_max(
+    description: Any, pieces: list[bytes], vocabulary: Iterable[str]
+) -> int | None:
     """Return the most bytes of text a token stands for; None where text may vanish or shrink."""
     added = description.get("added_tokens") or []
     if (
         (description.get("normalizer") or {}).get("type") not in {None, "NFC"}
+        or (description.get("model") or {}).get("type") != "BPE"
         or "ByteLevel" not in json.dumps(description.get("pre_tokenizer"))
         or any(token.get("lstrip") or token.get("rstrip") for token in added)
     ):
         return None
-    # NFC joins at most four characters to one that is never longer than a quarter of them.
-    factor = 4 if description.get("normalizer") else 1
-    longest = max(map(len, pieces), default=1)
-    return factor * max([longest, 1, *(len(token["content"].encode()) for token in added)])
+    longest = _longest(pieces, (token["content"] for token in added), vocabulary)
+    # NFC makes at most four characters into one, and that is not shorter than any of them.
+    return longest and longest * (4 if description.get("normalizer") else 1)
+
+
+def _longest(pieces: list[bytes], added: Iterable[str], vocabulary: Iterable[str]) -> int | None:
+    """Return the bytes of byte-level BPE's longest token; None where it has not every byte."""
+    if not _ALPHABET.keys() <= set(vocabulary):
+        return None  # what has no token is dropped
+    return max([1, *map(len, pieces), *(len(content.encode()) for content in added)])
 
 
 def _is_sentence_piece(description: Any) -> bool:

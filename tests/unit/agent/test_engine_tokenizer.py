@@ -4,7 +4,7 @@ import pytest
 
 from agent.engine import template, tokenizer
 from agent.engine.gguf_file import GgufFile
-from agent.engine.types import ChatTemplateError, ModelFileError
+from agent.engine.types import ChatTemplateError, ModelFileError, PromptTooLong
 from tests.unit.agent.engine_kit import (
     CONTROL,
     TEMPLATE,
@@ -200,3 +200,58 @@ def test_control_tokens_lead_the_vocabulary(tiny):
     assert tiny.vocab_size == VOCAB
     assert all(tiny.piece(index) == b"" for index in range(len(CONTROL)))
     assert tiny.piece(VOCAB + 5) == b""
+
+
+@pytest.mark.parametrize("text", [TEXT * 1000, "<|im_start|>" * 5000, "ab" * 9000, "好" * 9000])
+def test_a_long_text_gives_the_ids_a_short_one_would(tiny, text):
+    assert tiny.encode(text) == tiny._inner.encode(text).ids
+
+
+def test_a_long_text_gets_its_bos_too(from_gguf):
+    wants = from_gguf(metadata=[("add_bool", "tokenizer.ggml.add_bos_token", True)])
+    for count in (1, 20_000):
+        assert wants.encode("z" * count) == [1, *[TOKENS.index("z")] * count]
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>", "<|endoftext|>", "ab", " t", "é", "x"])
+@pytest.mark.parametrize("make", ["gguf", "folder"])
+def test_no_text_that_fits_is_called_too_long(tiny, tmp_path, make, text):
+    if make == "folder":
+        tiny = tokenizer.from_folder(write_folder(tmp_path / "f"), frozenset())
+    long = text * 3000
+    ids = tiny.encode(long)
+    assert tiny.encode(long, tokens_max=len(ids)) == ids
+    bound = len(long.encode()) // len("<|endoftext|>")
+    with pytest.raises(PromptTooLong) as caught:
+        tiny.encode(long, tokens_max=bound - 1)
+    assert bound <= caught.value.tokens_min <= len(ids)
+
+
+def test_a_chat_is_measured_as_its_template_wrote_it(tiny):
+    with pytest.raises(PromptTooLong, match="at least"):
+        tiny.apply_chat([{"role": "user", "content": "x" * 1000}], tokens_max=50)
+    # White space that the template drops costs no token.
+    trims = tokenizer.TextTokenizer(
+        tiny._inner, tiny._pieces, tiny.ends, "{{ messages[0].content|trim }}", {}, 12
+    )
+    assert len(trims.apply_chat([{"content": " " * 10_000 + "x"}], tokens_max=5)) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"added_tokens": [{"content": "<x>", "rstrip": True}]},
+        {"model": {"type": "WordLevel"}},
+    ],
+)
+def test_where_text_may_vanish_no_length_is_too_long(change):
+    description = tokenizer_json()
+    assert tokenizer._token_bytes_max(description, [b"a" * 30], TOKENS) == 30
+    assert tokenizer._token_bytes_max(description | change, [b"a" * 30], TOKENS) is None
+
+
+def test_where_a_byte_has_no_token_no_length_is_too_long():
+    # BPE drops what it has no token for.
+    assert tokenizer._token_bytes_max(tokenizer_json(), [b"a"], TOKENS[:50]) is None
