@@ -79,6 +79,7 @@ class TextTokenizer:
     """Implements `types.Tokenizer`; `ends` are the ids that end a generation.
 
     `token_bytes_max`: no token stands for more bytes of text; None where that cannot be known.
+    `missing`: bytes of which a text may have any number without a token.
     Thread safe: nothing changes after construction.
     """
 
@@ -90,12 +91,14 @@ class TextTokenizer:
         template: str | None,
         special: Mapping[str, str],
         token_bytes_max: int | None = None,
+        missing: bytes = b"",
     ) -> None:
         self._inner = inner
         self._pieces = pieces
         self.ends = ends
         self._special = dict(special)
         self._token_bytes_max = token_bytes_max
+        self._missing = missing
         self._template = None if template is None else ChatTemplate(template)
 
     @property
@@ -112,7 +115,8 @@ class TextTokenizer:
 
     def _encode(self, text: str, tokens_max: int | None, *, special: bool) -> list[int]:
         if tokens_max is not None and self._token_bytes_max is not None:
-            size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+            raw = text.encode("utf-8", "replace")
+            size = len(raw.translate(None, self._missing) if self._missing else raw)
             tokens_min = -(-size // self._token_bytes_max)
             if tokens_min > tokens_max:
                 raise PromptTooLong(tokens_min)
@@ -218,7 +222,8 @@ def from_gguf(file: GgufFile) -> TextTokenizer:
         frozenset(index for index in ends if 0 <= index < len(tokens)),
         file.get("tokenizer.chat_template", str, "") or None,
         {f"{name}_token": token for name, token in names.items()},
-        _longest(pieces, (token.content for token in added), vocabulary),
+        _longest(pieces, (token.content for token in added)),
+        _missing(vocabulary),
     )
 
 
@@ -277,13 +282,12 @@ def from_folder(folder: Path, end_ids: frozenset[int]) -> TextTokenizer:
         frozenset(ends),
         _template_of(folder, config),
         special,
-        _token_bytes_max(description, pieces, vocabulary),
+        _token_bytes_max(description, pieces),
+        _missing(vocabulary),
     )
 
 
-def _token_bytes_max(
-    description: Any, pieces: list[bytes], vocabulary: Iterable[str]
-) -> int | None:
+def _token_bytes_max(description: Any, pieces: list[bytes]) -> int | None:
     """Return the most bytes of text a token stands for; None where text may vanish or shrink."""
     added = description.get("added_tokens") or []
     if (
@@ -293,16 +297,20 @@ def _token_bytes_max(
         or any(token.get("lstrip") or token.get("rstrip") for token in added)
     ):
         return None
-    longest = _longest(pieces, (token["content"] for token in added), vocabulary)
+    longest = _longest(pieces, (token["content"] for token in added))
     # NFC makes at most four characters into one, and that is not shorter than any of them.
-    return longest and longest * (4 if description.get("normalizer") else 1)
+    return longest * (4 if description.get("normalizer") else 1)
 
 
-def _longest(pieces: list[bytes], added: Iterable[str], vocabulary: Iterable[str]) -> int | None:
-    """Return the bytes of byte-level BPE's longest token; None where it has not every byte."""
-    if not _ALPHABET.keys() <= set(vocabulary):
-        return None  # what has no token is dropped
+def _longest(pieces: list[bytes], added: Iterable[str]) -> int:
+    """Return the bytes of byte-level BPE's longest token."""
     return max([1, *map(len, pieces), *(len(content.encode()) for content in added)])
+
+
+def _missing(vocabulary: Iterable[str]) -> bytes:
+    """Return the bytes that have no token: byte-level BPE drops them."""
+    known = set(vocabulary)
+    return bytes(byte for char, byte in _ALPHABET.items() if char not in known)
 
 
 def _is_sentence_piece(description: Any) -> bool:

@@ -248,10 +248,15 @@ def test_a_chat_is_measured_as_its_template_wrote_it(tiny):
 )
 def test_where_text_may_vanish_no_length_is_too_long(change):
     description = tokenizer_json()
-    assert tokenizer._token_bytes_max(description, [b"a" * 30], TOKENS) == 30
-    assert tokenizer._token_bytes_max(description | change, [b"a" * 30], TOKENS) is None
+    assert tokenizer._token_bytes_max(description, [b"a" * 30]) == 30
+    assert tokenizer._token_bytes_max(description | change, [b"a" * 30]) is None
 
 
-def test_where_a_byte_has_no_token_no_length_is_too_long():
-    # BPE drops what it has no token for.
-    assert tokenizer._token_bytes_max(tokenizer_json(), [b"a"], TOKENS[:50]) is None
+def test_bytes_without_a_token_do_not_count(tiny):
+    lacks = tokenizer.TextTokenizer(tiny._inner, tiny._pieces, tiny.ends, None, {}, 12, b"\x04\xf1")
+    text = "\x04" * 1000 + "x" * 24
+    assert lacks.encode(text, tokens_max=2) == tiny.encode(text)
+    with pytest.raises(PromptTooLong):
+        lacks.encode(text + "x", tokens_max=2)
+    assert tokenizer._missing(TOKENS) == b""
+    assert tokenizer._missing(set(TOKENS) - {"a", "Ġ"}) == b"a "
