@@ -352,6 +352,11 @@ def taken(fast, *given_) -> bool:
     return True
 
 
+def _steady(grown: tuple[int, int, int]) -> bool:
+    blocks, counts, bytes_ = grown
+    return blocks < 200 and counts < 200 and bytes_ < 1 << 20
+
+
 @built
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc: RSS is not shown")
 def test_nothing_is_leaked():
@@ -381,13 +386,20 @@ def test_nothing_is_leaked():
         return sys.getallocatedblocks(), resident(), [sys.getrefcount(thing) for thing in watched]
 
     some(100)
-    blocks, bytes_, counts = some(100)
-    blocks_after, bytes_after, counts_after = some(500)
     assert len(calls) > 500
-    # One thing lost by one of the calls would show 500 times.
-    assert abs(blocks_after - blocks) < 200
-    assert max(abs(a - b) for a, b in zip(counts, counts_after, strict=True)) < 200
-    assert bytes_after - bytes_ < 1 << 20
+
+    def grown() -> tuple[int, int, int]:
+        blocks, bytes_, counts = some(100)
+        blocks_after, bytes_after, counts_after = some(500)
+        moved = max(abs(a - b) for a, b in zip(counts, counts_after, strict=True))
+        return blocks_after - blocks, moved, bytes_after - bytes_
+
+    # One thing lost by one of the calls would show 500 times, each time; what other tests left
+    # behind and a collection frees here shows once.
+    seen = [grown()]
+    while len(seen) < 3 and not _steady(seen[-1]):
+        seen.append(grown())
+    assert _steady(seen[-1]), seen
 
 
 @built
