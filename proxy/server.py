@@ -190,7 +190,15 @@ class Downstream(asyncio.Protocol):
             return
         if head.expect and not rest and self._transport is not None:
             self._transport.write(CONTINUE)
-        if rest:
+        if rest and rest == self._left:
+            # All of it at once, as most requests come.
+            try:
+                relay.body_data(data[head.size :])
+            except RequestError as problem:
+                relay.refuse(problem, keep=False)
+            else:
+                self._request_whole(relay)
+        elif rest:
             self._body(data[head.size :])
         elif self._left == 0 and self._chunks is None:
             self._request_whole(relay)

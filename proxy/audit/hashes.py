@@ -42,14 +42,25 @@ def whole_hash(key: bytes | None, body: bytes) -> str:
     return _whole(key, body)
 
 
-def params_hash(key: bytes | None, *parts: bytes) -> str:
-    """Return the hash of parts, each framed as u32 big-endian length || bytes; hex."""
-    return _whole(key, b"".join([_U32(len(part)) + part for part in parts]))
+def params_hash(key: bytes | None, rest: bytes) -> str:
+    """Return the hash of u32 big-endian length || bytes, hex."""
+    return _whole(key, _U32(len(rest)) + rest)
 
 
 def prompt_hash(key: bytes | None, prompt: bytes, model: bytes, temperature: bytes) -> str:
     """Return the prompt's hash, hex: the exact bytes received, nothing re-encoded."""
-    return params_hash(key, prompt, model, temperature)
+    return _whole(
+        key,
+        b"%b%b%b%b%b%b"
+        % (
+            _U32(len(prompt)),
+            prompt,
+            _U32(len(model)),
+            model,
+            _U32(len(temperature)),
+            temperature,
+        ),
+    )
 
 
 def output_hash(key: bytes | None, texts: Mapping[int, str]) -> tuple[str | None, int]:

@@ -267,7 +267,8 @@ class AuditWriter:
         if self._losses.count:
             self._add_lost()
         ticket = self._add(kind, members, ids)
-        self._schedule()
+        if self._timer is None or len(self._pending) >= self._config.flush_records:
+            self._schedule()
         return ticket
 
     async def durable(self, seq: int) -> None:
