@@ -1,7 +1,7 @@
 """What all requests of one sidecar share: settings, pools, keys, counters, the audit writer.
 
-Built once by `lifecycle`, read by every connection. The only place where a finished exchange turns
-into counts and a record.
+Built once by `lifecycle`, read by every connection; what one request finds out about another goes
+through here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from proxy.clock import Clock
     from proxy.config import Pool
     from proxy.keys.provider import KeyProvider
-    from proxy.observe import Observation
     from proxy.qos.classes import PoolName
     from proxy.recorder import Recorder
     from proxy.sm4.receiver import Receiver
@@ -118,6 +117,7 @@ class Context:
         self._alarms: dict[tuple[str, str], tuple[int, int]] = {}
         # Span ids have to be unlike each other, not secret; seeded once by the system.
         self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
+        self.blocks_on_audit = settings.audit.on_failure == "block"
         self.own_tenant = settings.identity.tenant
         self.body_bytes_max = limits.body_bytes
         self.collect_bytes = limits.collect_bytes
@@ -181,16 +181,6 @@ class Context:
         return sum(route.state.inflight for route in self.routes.values())
 
     # -- ends
-
-    def record(self, exchange: Observation, outcome: str) -> None:
-        """Hand a finished exchange to the recorder.
-
-        One that was refused before it was classed is counted as rejected, not recorded by itself.
-        """
-        if self.recorder is not None and exchange.trace_id:
-            self.recorder.add(exchange, outcome)
-        else:
-            exchange.release()
 
     def refused_head(self, door: str, code: str) -> None:
         """Count a request that was refused before anything of it was believed."""

@@ -105,7 +105,10 @@ class Observation(Exchange):
         if not body or not self.shared.enabled:
             return body
         self._observed = True
-        if self._hold(len(body)):
+        shared, size = self.shared, len(body)
+        if shared.held_bytes + size <= shared.held_bytes_max:
+            shared.held_bytes += size
+            self._held += size
             self._request_body = body
         else:
             self._look(body)
@@ -214,9 +217,13 @@ class Observation(Exchange):
             return handed
         pieces = self._answer_pieces
         if pieces is not None:
-            if self._hold(len(data)):
+            shared, size = self.shared, len(data)
+            if shared.held_bytes + size <= shared.held_bytes_max:
+                shared.held_bytes += size
+                self._held += size
                 pieces.append(data)
             else:
+                shared.unobserved += 1
                 self._answer_pieces = None
         elif self.event_stream:
             self.between_events = False  # unreadable: nobody can say where an event ends

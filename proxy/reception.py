@@ -55,7 +55,7 @@ class Reception(Replier):
         self.prompt_key = tenant.prompt_key
         qos = lane.qos
         context.counters.started[qos] += 1
-        if context.audit_blocked():
+        if context.blocks_on_audit and context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
         if not lane.route.state.admit(lane.bound):
             context.counters.queue_full[qos] += 1

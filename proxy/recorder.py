@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from proxy.audit.writer import AuditWriter
     from proxy.observe import Observation
 
-WAIT_S = 0.002
-BATCH = 32
+WAIT_S = 0.004
+BATCH = 64
 NO_ENVELOPE: dict[str, Any] = {}
 
 log = logging.getLogger(__name__)

@@ -375,7 +375,10 @@ class Relay(Reception):
         if connection is not None:
             self._connection = None
             connection.abandon()
-        self._return_endpoint()
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.outstanding -= 1
+            self._endpoint = None
         if self._intake is not None:
             self._intake.release()
         now_ns = self.end_ns = context.clock.mono_ns()
@@ -391,4 +394,9 @@ class Relay(Reception):
             lane.duration.add(now_ns - start_ns)
             if self.first_byte_ns:
                 lane.first_byte.add(self.first_byte_ns - start_ns)
-        context.record(self, outcome)
+        recorder = context.recorder
+        if recorder is not None and self.trace_id:
+            recorder.add(self, outcome)
+        else:
+            # Refused before it was classed: counted as rejected, not recorded by itself.
+            self.release()

@@ -190,18 +190,10 @@ class Downstream(asyncio.Protocol):
             return
         if head.expect and not rest and self._transport is not None:
             self._transport.write(CONTINUE)
-        if rest and rest == self._left:
-            # All of it at once, as most requests come.
-            try:
-                relay.body_data(data[head.size :])
-            except RequestError as problem:
-                relay.refuse(problem, keep=False)
-            else:
-                self._request_whole(relay)
+        if self._chunks is None and rest == self._left:
+            self._request_whole(relay, data[head.size :])  # all at once, as most requests come
         elif rest:
             self._body(data[head.size :])
-        elif self._left == 0 and self._chunks is None:
-            self._request_whole(relay)
 
     def _body(self, data: bytes) -> None:
         relay = self._relay
@@ -235,11 +227,13 @@ class Downstream(asyncio.Protocol):
         except RequestError as problem:
             relay.refuse(problem, keep=False)
 
-    def _request_whole(self, relay: Relay) -> None:
+    def _request_whole(self, relay: Relay, body: bytes = b"") -> None:
         self._state = State.ANSWER
         self.deadline_ns = NEVER_NS
         self._resume_reading()  # a large body may have paused it; a client that leaves must be seen
         try:
+            if body:
+                relay.body_data(body)
             relay.body_end()
         except RequestError as problem:
             relay.refuse(problem, keep=True)
