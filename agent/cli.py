@@ -42,7 +42,7 @@ def agent(config_path: str | None) -> None:
     """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from agent.config import read
     from agent.lifecycle import EXIT_SETTINGS, log_to_stderr, serve
-    from proxy.config import SettingsError
+    from proxy.settings import SettingsError
 
     try:
         settings = read(config_path, os.environ)

@@ -15,14 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from proxy.config import (
-    FILE_NAME,
-    SettingsError,
-    build,
-    own_variables,
-    setting,
-    split_address,
-)
+from proxy.config import split_address
+from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

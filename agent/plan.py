@@ -21,7 +21,8 @@ import click
 
 from agent import config as agent_config
 from proxy import config as sidecar_config
-from proxy.config import FILE_NAME, SettingsError, split_address
+from proxy.config import split_address
+from proxy.settings import FILE_NAME, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

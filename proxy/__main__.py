@@ -9,7 +9,8 @@ import os
 import resource
 import sys
 
-from proxy.config import Settings, SettingsError, read, service_variables
+from proxy.config import Settings, read
+from proxy.settings import SettingsError, service_variables
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 

@@ -174,7 +174,8 @@ def config_check(path: str | None, show: bool) -> None:
 
     Exit codes: 0 settings ok, 2 mistakes.
     """
-    from proxy.config import FILE_NAME, SettingsError, describe, load, source
+    from proxy.config import describe, load
+    from proxy.settings import FILE_NAME, SettingsError, source
 
     shown: dict[str, Any] = {}
     problems: list[str] = []

@@ -13,39 +13,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-import typing
 from collections.abc import Mapping  # noqa: TC003 - read at run time by get_type_hints
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-ENV_PREFIX = "TONGGUAN_"
-FILE_NAME = "tongguan.toml"
+from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
+
 # Rooms with settings of their own; each checks its own names.
 OTHER_ROOMS = ("AGENT_", "UP_", "CLIENT_")
 
-NUMBER_MAX = 1e9
-
 QosName = Literal["P0", "P1", "P2"]
-
-
-class SettingsError(Exception):
-    """One or more settings are wrong; `problems` has a line for each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
-
-
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    ge: float | None = None,
-    le: float | None = None,
-) -> Any:
-    """Declare one setting: default, what it means with its unit, inclusive bounds."""
-    return field(default=default, metadata={"doc": doc, "ge": ge, "le": le})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +56,8 @@ class Pool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """The three pools a class is sent to."""
+
+    there_are: ClassVar[str] = "; there are dedicated, shared and best_effort"
 
     dedicated: Pool = field(default_factory=Pool)
     shared: Pool = field(default_factory=Pool)
@@ -218,134 +197,9 @@ class Settings:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
-_SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
 _HOST = re.compile(r"[0-9A-Za-z._:%~-]+")
 # What is written into a header field as it is.
 _FIELD_VALUE = re.compile(r"[!-~]{0,255}")
-
-
-def is_service_variable(name: str) -> bool:
-    """Say whether Kubernetes made this variable for a Service of our name."""
-    if name.endswith(_SERVICE_SUFFIXES) or "_SERVICE_PORT" in name:
-        return True
-    _, found, rest = name.partition("_PORT_")
-    return bool(found) and rest.split("_", 1)[0].isdigit()
-
-
-def _type_name(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(repr(v) for v in typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return "a list of strings"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-
-
-def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
-    """Return `value` as `kind` or raise ValueError. `text`: it came from the environment."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        if value in typing.get_args(kind):
-            return value
-    elif origin is tuple:
-        if text:
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        if isinstance(value, list) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-    elif kind is bool:
-        if text and value.lower() in {"true", "false", "1", "0"}:
-            return value.lower() in {"true", "1"}
-        if isinstance(value, bool):
-            return value
-    elif kind is str:
-        if isinstance(value, str):
-            return value
-    elif kind in (int, float) and not isinstance(value, bool):
-        number = (int, float) if kind is float else int
-        if text or isinstance(value, number):
-            result = kind(value)
-            # Neither nan nor infinity, nor what leaves 64 bits in nanoseconds.
-            if kind is int or abs(result) <= NUMBER_MAX:
-                return result
-    raise ValueError(_type_name(kind))
-
-
-def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text: bool) -> Any:
-    try:
-        result = _coerce(kind, value, text=text)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{path}: expected {_type_name(kind)}, got {value!r}") from None
-    least, most = meta.get("ge"), meta.get("le")
-    if least is not None and result < least:
-        raise ValueError(f"{path}: must be at least {least}, got {result}")
-    if most is not None and result > most:
-        raise ValueError(f"{path}: must be at most {most}, got {result}")
-    return result
-
-
-def build(
-    kind: type[Any], table: Mapping[str, Any], env: dict[str, str], path: str, problems: list[str]
-) -> Any:
-    """Build one section from its table and the variables left in `env` (consumed ones are popped).
-
-    Shared with the agent's settings, which are declared in the same way.
-    """
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    known = {f.name for f in dataclasses.fields(kind)}
-    there_are = "; there are dedicated, shared and best_effort" if kind is Pools else ""
-    problems.extend(f"{path}{k}: unknown setting{there_are}" for k in table if k not in known)
-    for item in dataclasses.fields(kind):
-        hint, full = hints[item.name], f"{path}{item.name}"
-        raw = table.get(item.name)
-        if dataclasses.is_dataclass(hint):
-            if raw is not None and not isinstance(raw, dict):
-                problems.append(f"{full}: expected a table")
-                raw = None
-            values[item.name] = build(
-                typing.cast("type[Any]", hint), raw or {}, env, f"{full}.", problems
-            )
-            continue
-        if typing.get_origin(hint) not in (None, Literal, tuple):
-            values[item.name] = _mapping(hint, raw, full, problems)
-            continue
-        candidates: list[tuple[Any, bool, str]] = []
-        if raw is not None:
-            candidates.append((raw, False, full))
-        variable = ENV_PREFIX + full.replace(".", "_").upper()
-        if variable in env:
-            candidates.append((env.pop(variable), True, variable))
-        for value, text, label in candidates:
-            try:
-                values[item.name] = _checked(label, item.metadata, hint, value, text=text)
-            except ValueError as problem:
-                problems.append(str(problem))
-    return kind(**values)
-
-
-def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, Any]:
-    row = typing.get_args(hint)[1]
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict) or not all(isinstance(v, dict) for v in raw.values()):
-        problems.append(f"{full}: expected a table of tables")
-        return {}
-    return {name: build(row, sub, {}, f"{full}.{name}.", problems) for name, sub in raw.items()}
-
-
-def own_variables(environ: Mapping[str, str], skip: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables with our prefix, less those of other rooms and of Kubernetes."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(ENV_PREFIX)
-        and not name.removeprefix(ENV_PREFIX).startswith(skip)
-        and not is_service_variable(name)
-    }
-
-
-def service_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables with our prefix that Kubernetes made for a Service, by name."""
-    return sorted(n for n in environ if n.startswith(ENV_PREFIX) and is_service_variable(n))
 
 
 def load(text: str, environ: Mapping[str, str]) -> Settings:
@@ -420,21 +274,6 @@ def split_endpoint(endpoint: str) -> tuple[str, int] | str:
     if "/" in rest or not rest:
         raise ValueError(f"an endpoint has no path: {endpoint!r}")
     return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:80")
-
-
-def source(path: str | None) -> tuple[Path | None, str]:
-    """Return the settings file that `path` (file or directory) means, and its text."""
-    if path is None:
-        return None, ""
-    file = Path(path)
-    if file.is_dir():
-        file /= FILE_NAME
-    try:
-        return file, file.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise SettingsError([f"{file}: {problem.strerror}"]) from None
-    except UnicodeDecodeError:
-        raise SettingsError([f"{file}: not UTF-8"]) from None
 
 
 def read(path: str | None, environ: Mapping[str, str]) -> Settings:

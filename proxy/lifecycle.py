@@ -21,11 +21,12 @@ import orjson
 
 from proxy.admin import AdminDoor
 from proxy.clock import SystemClock
-from proxy.config import Settings, SettingsError, describe, split_address
+from proxy.config import Settings, describe, split_address
 from proxy.context import POOL_NAMES, Context
 from proxy.health import Health
 from proxy.recorder import Recorder
 from proxy.server import DoorName, Downstream
+from proxy.settings import SettingsError
 from proxy.sm4.cipher import choose_tier, tier
 
 if TYPE_CHECKING:

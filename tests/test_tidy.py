@@ -47,7 +47,7 @@ SHELLS = {
 CONTRACTS = (
     "proxy.__version__", "proxy.ask", "proxy.audit", "proxy.cli", "proxy.client", "proxy.clock",
     "proxy.config", "proxy.errors", "proxy.keys", "proxy.metrics", "proxy.qos.classes",
-    "proxy.sm4",
+    "proxy.settings", "proxy.sm4",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "httpx", "starlette", "uvicorn", "mitmproxy", "requests", "aiohttp"}
 HTTPX_FILES = ("proxy/client.py", "proxy/ask.py")

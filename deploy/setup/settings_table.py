@@ -13,7 +13,8 @@ import typing
 from typing import Any
 
 from agent.config import Agent
-from proxy.config import ENV_PREFIX, Pool, Settings
+from proxy.config import Pool, Settings
+from proxy.settings import ENV_PREFIX
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator

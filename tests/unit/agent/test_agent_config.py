@@ -1,7 +1,7 @@
 import pytest
 
 from agent.config import Agent, TokenError, load, read, read_token
-from proxy.config import SettingsError
+from proxy.settings import SettingsError
 
 
 def problems(text="", **environ):

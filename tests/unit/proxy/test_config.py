@@ -8,18 +8,8 @@ import typing
 
 import pytest
 
-from proxy.config import (
-    Settings,
-    SettingsError,
-    describe,
-    is_service_variable,
-    load,
-    own_variables,
-    read,
-    service_variables,
-    split_address,
-    split_endpoint,
-)
+from proxy.config import Settings, describe, load, read, split_address, split_endpoint
+from proxy.settings import SettingsError, is_service_variable, own_variables, service_variables
 
 
 def problems(text="", environ=None):
