@@ -13,38 +13,28 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from proxy.dispatch import Dispatch
 from proxy.errors import ERRORS, RequestError
 from proxy.exchange import Action, End, Progress, closing
 from proxy.http.chunked import LAST_CHUNK, frame
 from proxy.intake import SealedRefusalError
-from proxy.reception import Reception, too_large
+from proxy.reception import too_large
 from proxy.replier import MESSAGES, Client
 
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.errors import Outcome
     from proxy.http.http1 import RequestHead, ResponseHead
-    from proxy.qos.pools import Endpoint
-    from proxy.upstream import UpstreamConnection
 
 
-WAITING = Progress.WAITING
 _ACCEPT_ENCODING = re.compile(rb"(?i)(?:(?<=\n)|^)accept-encoding:[^\r\n]*\r\n")
 _NO_BODY_EXPECTED = frozenset((b"GET", b"HEAD", b"DELETE", b"OPTIONS"))
-NONE_TRIED: frozenset[str] = frozenset()
 
 
-class Relay(Reception):
+class Relay(Dispatch):
     """One request, from its head to its record: the layer that takes it and sends it on."""
 
-    _body_whole = False
-    _streaming = False
     _upstream_chunked = False
-    _payload = b""
-    _endpoint: Endpoint | None = None
-    _connection: UpstreamConnection | None = None
-    _tried = NONE_TRIED
-    _retried = False
     _unread = 0  # what a slow client had not taken when last looked at
 
     def __init__(
@@ -133,89 +123,7 @@ class Relay(Reception):
         if self._body_whole:
             self._request_sent()
 
-    # -- the upstream
-
-    def _lease(self) -> None:
-        route, now_ns = self.lane.route, self.context.clock.mono_ns()
-        endpoint = route.state.pick(now_ns, self._tried)
-        if endpoint is None:
-            self._close(End.NO_UPSTREAM)
-            return
-        self._endpoint = endpoint
-        endpoint.outstanding += 1
-        connection = route.upstreams.idle(endpoint)
-        if connection is None:
-            route.upstreams.connect(endpoint, self)
-        else:
-            connection.lessee = self
-            self._send(connection, now_ns)
-
-    def upstream_ready(self, connection: UpstreamConnection) -> None:
-        """See `Lessee`."""
-        if self.closed:
-            connection.give_back()
-        else:
-            self._send(connection, self.context.clock.mono_ns())
-
-    def _send(self, connection: UpstreamConnection, now_ns: int) -> None:
-        """Write the request, or what there is of it, to a leased connection."""
-        self._connection = connection
-        self.dispatch_ns = now_ns
-        self.progress = WAITING
-        if self._streaming:
-            pieces, self._pieces = self._pieces, []
-            connection.write(b"".join((self._payload, *pieces)))
-            if not self._body_whole:
-                if not connection.write_paused:
-                    self.downstream.hold_body(hold=False)
-                return
-        else:
-            connection.write(self._payload)
-        connection.request_whole = True
-        self.downstream.deadline_ns = now_ns + self.context.times.first_byte_ns
-
-    def _request_sent(self) -> None:
-        context, connection = self.context, self._connection
-        if connection is not None:
-            connection.request_whole = True
-        self.downstream.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
-
-    def _return_endpoint(self) -> None:
-        endpoint = self._endpoint
-        if endpoint is not None:
-            endpoint.outstanding -= 1
-            self._endpoint = None
-
-    def upstream_refused(self, endpoint: Endpoint) -> None:
-        """See `Lessee`: another endpoint may take it; nothing was sent."""
-        self.lane.route.state.refuse(endpoint, self.context.clock.mono_ns())
-        self._return_endpoint()
-        if not self.closed:
-            self._tried |= {endpoint.url}
-            self._lease()
-
-    def upstream_writable(self, *, writable: bool) -> None:
-        """See `Lessee`."""
-        self.downstream.hold_body(hold=not writable)
-
-    def upstream_lost(self, end: End, *, answered: bool) -> None:
-        """See `Lessee`. Sent again only if provably nothing was processed."""
-        connection, self._connection = self._connection, None
-        if (
-            end is End.UPSTREAM_RESET
-            and not answered
-            and not self._retried
-            and not self._streaming
-            and connection is not None
-            and connection.reused
-            and self.lane.route.settings.repeatable
-        ):
-            self._retried = True
-            self.context.counters.retries += 1
-            self._return_endpoint()
-            self._lease()
-            return
-        self._close(end)
+    # -- the answer
 
     def upstream_head(self, head: ResponseHead) -> None:
         """See `Lessee`."""
