@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from proxy.errors import REASON_PHRASES
 from proxy.http.chunked import LAST_CHUNK, frame
 
 if TYPE_CHECKING:
+    from proxy.errors import RequestError
     from proxy.sm4.sealer import StreamSealer
 
 ENVELOPE_TYPE = b"application/x-sm4-envelope"
@@ -154,3 +156,24 @@ def sealed_fields(*, event_stream: bool) -> bytes:
 def unlengthed(minor: int) -> Chunked | UntilClose:
     """Return the form for a body of unknown length to an HTTP/1.`minor` client."""
     return Chunked() if minor else UntilClose()
+
+
+def own_answer(problem: RequestError, *, extra: bytes, close: bool, bodiless: bool) -> bytes:
+    """Return a whole answer of our own in clear; `extra` are field lines."""
+    kind = problem.kind
+    body = problem.body()
+    retry = b"Retry-After: %d\r\n" % problem.retry_after_s if kind.status in {429, 503} else b""
+    return (
+        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+        b"X-Tongguan-Error: %b\r\n%b%b%b\r\n%b"
+        % (
+            kind.status,
+            REASON_PHRASES[kind.status].encode(),
+            len(body),
+            kind.code.encode(),
+            retry,
+            b"Connection: close\r\n" if close else b"",
+            extra,
+            b"" if bodiless else body,
+        )
+    )

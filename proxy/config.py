@@ -176,6 +176,7 @@ class Timeouts:
     client_stall_s: float = setting(60.0, "a client that does not read", ge=0.01)
     request_total_s: float = setting(3600.0, "a request in all", ge=0.01)
     keepalive_s: float = setting(75.0, "an idle client connection", ge=0.01)
+    tunnel_idle_s: float = setting(3600.0, "an upgraded connection without a byte", ge=0.01)
     discard_s: float = setting(2.0, "reading on after an early answer", ge=0)
     drain_s: float = setting(30.0, "grace for streams at shutdown", ge=0)
 

@@ -55,6 +55,7 @@ class Times:
     request_total_ns: int
     keepalive_ns: int
     discard_ns: int
+    tunnel_idle_ns: int
 
 
 class Connection(Protocol):

@@ -37,6 +37,15 @@ class Dispatch(Reception):
     def upstream_head(self, head: ResponseHead) -> None:
         """See `Lessee`."""
 
+    def may_switch(self, head: ResponseHead) -> bool:
+        """See `Lessee`."""
+        raise AssertionError(head.status)
+
+    def upstream_switches(
+        self, connection: UpstreamConnection, head: ResponseHead, early: bytes
+    ) -> None:
+        """See `Lessee`."""
+
     def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
         """See `Lessee`."""
 

@@ -126,6 +126,7 @@ class Exchange:
     dispatch_ns = 0
     first_byte_ns = 0
     end_ns = 0
+    tunnelled: tuple[int, int] | None = None  # bytes from and to the client after a 101
 
     door = ""
     method = b""

@@ -78,6 +78,8 @@ class Counters:
         self.envelope_failures: dict[str, int] = {}
         self.alarms = 0
         self.retries = 0
+        self.tunnels = 0
+        self.tunnels_open = 0
         self.limit_hits: dict[str, int] = dict.fromkeys(LIMITS, 0)
         self.request_bytes = 0
         self.answer_bytes = 0
@@ -94,4 +96,5 @@ LIMITS = (
     "timeouts.stream_idle_s",
     "timeouts.client_stall_s",
     "timeouts.request_total_s",
+    "timeouts.tunnel_idle_s",
 )

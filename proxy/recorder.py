@@ -81,6 +81,7 @@ class Recorder:
                 output_hash=output_hash,
                 output_len=output_len,
                 usage=exchange.usage(),
+                tunnelled=exchange.tunnelled,
                 **(exchange.envelope or NO_ENVELOPE),
             )
             try:

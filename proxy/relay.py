@@ -20,11 +20,13 @@ from proxy.http.chunked import LAST_CHUNK, frame
 from proxy.intake import SealedRefusalError
 from proxy.reception import too_large
 from proxy.replier import MESSAGES, Client
+from proxy.tunnel import Tunnel
 
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.errors import Outcome
     from proxy.http.http1 import RequestHead, ResponseHead
+    from proxy.upstream import UpstreamConnection
 
 
 _ACCEPT_ENCODING = re.compile(rb"(?i)(?:(?<=\n)|^)accept-encoding:[^\r\n]*\r\n")
@@ -35,6 +37,7 @@ class Relay(Dispatch):
     """One request, from its head to its record: the layer that takes it and sends it on."""
 
     _upstream_chunked = False
+    _upgrade = b""  # the protocols that the upstream was asked to switch to
     _unread = 0  # what a slow client had not taken when last looked at
 
     def __init__(
@@ -94,6 +97,10 @@ class Relay(Dispatch):
             framing = b"\r\n"
         else:
             framing = b"Content-Length: 0\r\n\r\n"
+        upgrade = self.request.upgrade
+        if upgrade is not None and intake is None:
+            self._upgrade = upgrade
+            framing = b"Connection: upgrade\r\nUpgrade: %b\r\n%b" % (upgrade, framing)
         self._payload = self._head(lines, framing) + body
         self._lease()
 
@@ -175,6 +182,37 @@ class Relay(Dispatch):
             return
         self.answer_ends()
         self._close(End.ANSWERED)
+
+    # -- a tunnel
+
+    def may_switch(self, head: ResponseHead) -> bool:
+        """See `Lessee`. To nothing but what was asked for (RFC 9110 section 7.8)."""
+        asked = {name.strip(b" \t") for name in self._upgrade.lower().split(b",")}
+        return head.upgrade is not None and head.upgrade.lower() in asked
+
+    def upstream_switches(
+        self, connection: UpstreamConnection, head: ResponseHead, early: bytes
+    ) -> None:
+        """See `Lessee`: from here on bytes pass both ways, and `tunnel_ended` is the end."""
+        context, downstream = self.context, self.downstream
+        self._connection = None
+        self.status = head.status
+        self.first_byte_ns = context.clock.mono_ns()
+        upstream = connection.hand_over(), connection.write_paused
+        transport, from_client = downstream.hand_over()
+        client = transport, downstream.write_paused
+        tunnel = Tunnel(context, self, context.connections[self.door], client, upstream)
+        tunnel.start(self.switch_head(head), from_client, early)
+
+    def tunnel_ended(self, end: End, *, sent: int, received: int) -> None:
+        """See `Tunnelled`."""
+        self.tunnelled = sent, received
+        self.request_body_bytes += sent
+        self.answered_bytes += received
+        if end is End.ANSWERED:
+            self.progress = Progress.DONE
+        verdict = closing(end, self.progress, event_stream=False, between_events=False)
+        self._finish(verdict.outcome)
 
     # -- the client
 

@@ -26,6 +26,7 @@ from proxy.sm4.envelope import SINGLE_BYTES_MAX
 from proxy.sm4.sealer import SingleTooLargeError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable
 
     from proxy.context import Context
@@ -76,6 +77,10 @@ class Client(Protocol):
 
     def unread(self) -> int:
         """Return the answer bytes that the client has not taken."""
+        ...
+
+    def hand_over(self) -> tuple[asyncio.Transport, bytes]:
+        """Give the transport away, and the bytes that came after the request."""
         ...
 
     def must_close(self) -> bool:
@@ -146,6 +151,16 @@ class Replier(Observation):
             self.stream_fields if self.event_stream else b"",
             self.own_fields(),
             b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
+        )
+
+    def switch_head(self, head: ResponseHead) -> bytes:
+        """Return the head that tells the client of a tunnel (RFC 9110 section 15.2.2)."""
+        self.progress = BEGUN
+        return b"HTTP/1.1 101 %b\r\n%bConnection: upgrade\r\nUpgrade: %b\r\n%b\r\n" % (
+            head.reason,
+            head.lines,
+            head.upgrade or b"",
+            self.own_fields(),
         )
 
     def _begin_stream(self, sealer: ResponseSealer, *, as_events: bool) -> None:

@@ -87,6 +87,7 @@ class Collector:
             ("request_body_bytes", "Request body bytes received.", counters.request_bytes),
             ("answer_body_bytes", "Answer body bytes from upstream.", counters.answer_bytes),
             ("retries", "Requests sent a second time.", counters.retries),
+            ("tunnels", "Connections that were upgraded.", counters.tunnels),
             ("alarms", "Alarm lines logged.", counters.alarms),
         ):
             yield CounterMetricFamily(f"tongguan_proxy_{name}", text, value=value)
@@ -96,6 +97,9 @@ class Collector:
         for door, connections in self._context.connections.items():
             open_connections.add_metric([door], len(connections))
         yield open_connections
+        yield GaugeMetricFamily(
+            "tongguan_proxy_tunnels_open", "Upgraded connections.", value=counters.tunnels_open
+        )
         yield GaugeMetricFamily(
             "tongguan_proxy_loop_lag_seconds",
             "How late the data loop's last tick was.",

@@ -12,20 +12,17 @@ state has a deadline, checked by `tick`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import socket
-import struct
-import sys
-import termios
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, cast
 
-from proxy.errors import REASON_PHRASES, RequestError
+from proxy.answer import own_answer
+from proxy.errors import RequestError
 from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, RequestHead, parse_request
 from proxy.relay import Relay
+from proxy.sockets import reset as reset_transport
+from proxy.sockets import untaken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +33,6 @@ DoorName = Literal["app", "sealed"]
 WRITE_HIGH_BYTES = 64 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NEVER_NS = 1 << 62
-_RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 
 log = logging.getLogger(__name__)
 
@@ -274,16 +270,17 @@ class Downstream(asyncio.Protocol):
 
     def unread(self) -> int:
         """Return the answer bytes that the client has not taken: ours and the kernel's."""
-        transport = self._transport
-        if transport is None:
-            return 0
-        endpoint = transport.get_extra_info("socket")
-        queued = 0
-        if endpoint is not None:
-            with contextlib.suppress(OSError):
-                raw = fcntl.ioctl(endpoint.fileno(), termios.TIOCOUTQ, bytes(4))
-                queued = int.from_bytes(raw, sys.byteorder)
-        return transport.get_write_buffer_size() + queued
+        return 0 if self._transport is None else untaken(self._transport)
+
+    def hand_over(self) -> tuple[asyncio.Transport, bytes]:
+        """Give the transport away, to be a tunnel's, and the bytes that came after the request."""
+        transport, early = self._transport, self._buffer
+        assert transport is not None, "a client that left has no request"
+        self._transport = self._relay = None
+        self._state = State.CLOSED
+        self._buffer = b""
+        self._context.connections[self.door].discard(self)
+        return transport, early
 
     def must_close(self) -> bool:
         """Say whether the connection closes after this answer; what was said once holds."""
@@ -295,24 +292,8 @@ class Downstream(asyncio.Protocol):
         self, problem: RequestError, *, keep: bool, extra: bytes = b"", bodiless: bool = False
     ) -> None:
         """Send a whole answer of our own in clear and end the exchange."""
-        kind = problem.kind
-        body = problem.body()
         close = not keep or self.must_close()
-        head = (
-            b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-            b"X-Tongguan-Error: %b\r\n"
-            % (
-                kind.status,
-                REASON_PHRASES[kind.status].encode(),
-                len(body),
-                kind.code.encode(),
-            )
-        )
-        if kind.status in {429, 503}:
-            head += b"Retry-After: %d\r\n" % problem.retry_after_s
-        if close:
-            head += b"Connection: close\r\n"
-        self.write(head + extra + b"\r\n" + (b"" if bodiless else body))
+        self.write(own_answer(problem, extra=extra, close=close, bodiless=bodiless))
         self.answer_done(keep=not close)
 
     def answer_done(self, *, keep: bool) -> None:
@@ -372,10 +353,7 @@ class Downstream(asyncio.Protocol):
             return
         if reset:
             # Closing alone would send FIN, which is that answer's regular end.
-            endpoint = self._transport.get_extra_info("socket")
-            if endpoint is not None:
-                endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            self._transport.abort()
+            reset_transport(self._transport)
         else:
             self._close()  # what was written is flushed, no regular end follows it
 

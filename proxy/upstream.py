@@ -38,6 +38,15 @@ class Lessee(Protocol):
     def upstream_head(self, head: ResponseHead) -> None:
         """Take the answer's head."""
 
+    def may_switch(self, head: ResponseHead) -> bool:
+        """Say whether a 101 was asked for, and to this protocol."""
+        ...
+
+    def upstream_switches(
+        self, connection: UpstreamConnection, head: ResponseHead, early: bytes
+    ) -> None:
+        """Take the connection over: it is a tunnel now, of which `early` has come."""
+
     def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
         """Take a whole answer; the connection is no longer leased."""
 
@@ -109,6 +118,14 @@ class UpstreamConnection(asyncio.Protocol):
         """Return the request bytes that the kernel has not taken."""
         return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
+    def hand_over(self) -> asyncio.Transport:
+        """Give the transport away, to be a tunnel's; this object has ended."""
+        transport = self.transport
+        assert transport is not None
+        self.owner.forget(self)
+        self.lessee = self.transport = None
+        return transport
+
     def abandon(self) -> None:
         """Cancel the request: the upstream must see it at once, so no lingering flush."""
         self.lessee = None
@@ -164,8 +181,12 @@ class UpstreamConnection(asyncio.Protocol):
             start += head.size
             if head.status >= 200:
                 break
-            if head.status == 101:  # nobody asked: Upgrade is not forwarded
-                raise HeadError("invalid_request", "101 without a request for it")
+            if head.status == 101:
+                if not lessee.may_switch(head):
+                    raise HeadError("invalid_request", "101 without a request for it")
+                self._buffer = b""
+                lessee.upstream_switches(self, head, data[start:])
+                return
         self._buffer = b""
         rest = len(data) - start
         length = 0 if head.bodiless else head.content_length

@@ -208,12 +208,14 @@ def request_members(
     output_len: int | None = None,
     usage: dict[str, int] | None = None,
     qos_asked: str | None = None,
+    tunnelled: tuple[int, int] | None = None,
 ) -> dict[str, object]:
     """Return the members of a `request` record; None means unknown and is absent.
 
     `status` is what the client was sent (0: nothing); times are microseconds from the accepted
-    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped. Strings that
-    come from outside are capped and cleaned here, so the members fit as they are
+    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped;
+    `tunnelled` is what went from and to the client of an upgraded connection. Strings that come
+    from outside are capped and cleaned here, so the members fit as they are
     (`AuditWriter.append_fitting`). The token ids go to the writer beside the members.
     """
     assert outcome in OUTCOMES
@@ -256,6 +258,8 @@ def request_members(
         members["output_len"] = output_len
     if usage:
         members["usage"] = usage
+    if tunnelled is not None:
+        members["tunnel"] = {"sent": tunnelled[0], "received": tunnelled[1]}
     if envelope_kid is not None:
         members["envelope"] = {
             "kid": _text(envelope_kid),

@@ -1,0 +1,39 @@
+"""What asyncio has no word for: bytes that the peer has not taken, and an end by RST.
+
+Thin and stateless; each works on a transport that may have lost its socket by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import sys
+import termios
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+_RESET = struct.pack("ii", 1, 0)  # linger for 0 s
+
+
+def untaken(transport: asyncio.Transport) -> int:
+    """Return the written bytes that the peer has not acknowledged: ours and the kernel's."""
+    endpoint = transport.get_extra_info("socket")
+    queued = 0
+    if endpoint is not None:
+        with contextlib.suppress(OSError):
+            raw = fcntl.ioctl(endpoint.fileno(), termios.TIOCOUTQ, bytes(4))
+            queued = int.from_bytes(raw, sys.byteorder)
+    return transport.get_write_buffer_size() + queued
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """End with RST: where FIN would be the regular end, only this tells that there was none."""
+    endpoint = transport.get_extra_info("socket")
+    if endpoint is not None and endpoint.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    transport.abort()
