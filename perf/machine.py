@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -21,13 +22,16 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def commit() -> str:
-    """Return the short commit, with `+` when tracked files differ; "unknown" without git."""
+    """Return the short commit, with `+` when tracked files differ; "unknown" without git.
+
+    Kept results do not count: writing them changes nothing that was measured.
+    """
     try:
         run = [
             subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
             for words in (
                 ["rev-parse", "--short=12", "HEAD"],
-                ["status", "--porcelain", "--untracked-files=no"],
+                ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!perf/results"],
             )
         ]
     except (OSError, subprocess.CalledProcessError):
@@ -46,4 +50,16 @@ def facts() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "commit": commit(),
+    }
+
+
+def sidecar() -> dict[str, str]:
+    """Return whether the sidecar of this interpreter reads in C and how its data path runs."""
+    from kernels.wire import AVAILABLE
+
+    spec = importlib.util.find_spec("proxy.exchange")
+    origin = (spec.origin if spec else None) or ""
+    return {
+        "readers": "c" if AVAILABLE else "pure",
+        "data_path": "interpreted" if origin.endswith(".py") else "compiled",
     }

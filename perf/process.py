@@ -64,12 +64,17 @@ def ask(port: int, *, path: str = "/v1/chat/completions", get: bool = False) -> 
         connection.close()
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> float:
+def wait_until(
+    ready: Callable[[], bool],
+    process: subprocess.Popen[bytes],
+    log: Path,
+    patience_s: float = START_S,
+) -> float:
     """Wait for `ready`; return the seconds it took. Raises PeerError when it never is."""
     start = time.perf_counter()
     while not ready():
         spent = time.perf_counter() - start
-        if process.poll() is not None or spent > START_S:
+        if process.poll() is not None or spent > patience_s:
             lines = log.read_text(errors="replace").strip().splitlines()
             raise PeerError(f"did not start: {lines[-1] if lines else 'it said nothing'}")
         time.sleep(POLL_S)

@@ -1,7 +1,8 @@
-"""What a hop through the sidecar costs, beside Envoy, a bare relay and no hop at all.
+"""What a hop through the sidecar costs, beside other proxies, a bare relay and no hop at all.
 
     python -m perf.proxy --setup                     compile the tools, install Envoy (perf/work)
     python -m perf.proxy --peers relay,envoy,direct,tongguan [--rounds N] [--json FILE]
+    python -m perf.proxy --peers all --json FILE --resume [--plot PNG]    all peers, all gates
 
 The proxies run on core 0, load and backend on core 1; rounds are short and interleaved, so that
 what disturbs the machine disturbs all. Method and traps: perf/README.md.
@@ -18,17 +19,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from perf import machine, peers, process, report
+from perf import footprint, machine, peers, process, promises, report
 from perf.process import PeerError
 
-PEER_CORE, LOAD_CORE = 0, 1
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOAD_CORE = 1
 PORT_BASE = 21000
 EVENTS_A_STREAM = 65  # 64 and [DONE]
-COLD_STARTS = 5
-FENCE_S = 30.0  # the sealed door opens after its start fence (10 s by default)
-GATE_CPU, GATE_RSS_MB, GATE_COLD_S = 1.2, 44.0, 0.3
+DEFAULT = "direct,relay,envoy,tongguan"
+APART_ROUNDS, APART_SECONDS = 2, 3.0
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
 
@@ -40,6 +43,15 @@ def tests(seconds: float) -> dict[str, list[str]]:
         "closed": ["-c", "64", *base],
         "open": ["-c", "32", "-r", "500", *base],
         "sse10": ["-c", "32", "-r", "20", "-s", "-m", "m-n64-g10", "-d", f"{seconds:g}", "-w", "1"],
+    }
+
+
+def tests_apart() -> dict[str, list[str]]:
+    """Return the load options for peers that bear little."""
+    base = ["-d", f"{APART_SECONDS:g}", "-w", "1"]
+    return {
+        "closed": ["-c", "64", *base],
+        "sse10": ["-c", "32", "-r", "5", "-s", "-m", "m-n64-g10", *base],
     }
 
 
@@ -69,139 +81,53 @@ def load(port: int, options: list[str], pid: int | None) -> dict[str, float]:
 
 
 def measure(
-    contestants: list[peers.Peer], ports: peers.Ports, rounds: int, seconds: float
-) -> Results:
-    """Start every peer, run interleaved rounds, stop every peer."""
+    contestants: list[peers.Peer],
+    ports: peers.Ports,
+    loads: dict[str, list[str]],
+    rounds: int,
+    results: Results,
+) -> Iterator[None]:
+    """Start every peer, run interleaved rounds until there are so many, stop every peer.
+
+    Yields after each round; `results` then holds it too.
+    """
+    done = min(len(results.get(p.name, {}).get(t, ())) for p in contestants for t in loads)
+    if done >= rounds:
+        return
     running: dict[str, subprocess.Popen[bytes]] = {}
-    results: Results = {peer.name: {} for peer in contestants}
     try:
         for peer in contestants:
             if peer.command:
-                running[peer.name] = start(peer, ports)
-        for number in range(rounds):
-            for test, options in tests(seconds).items():
-                for peer in contestants:
-                    pid = running[peer.name].pid if peer.name in running else None
-                    figures = load(peer.port, options, pid)
-                    results[peer.name].setdefault(test, []).append(figures)
+                running[peer.name] = footprint.start(peer, ports)
+        for number in range(done, rounds):
+            taken = [
+                (peer.name, test, load(peer.port, options, pid_of(running, peer)))
+                for test, options in loads.items()
+                for peer in contestants
+            ]
+            for name, test, figures in taken:
+                results.setdefault(name, {}).setdefault(test, []).append(figures)
             sys.stderr.write(f"round {number + 1} of {rounds} done\n")
+            yield
     finally:
         for child in running.values():
             process.stop(child)
-    return results
 
 
-def start(peer: peers.Peer, ports: peers.Ports) -> subprocess.Popen[bytes]:
-    """Start one peer and wait for its first 200."""
-    log = ports.folder / f"{peer.name}.log"
-    child = process.spawn(peer.command, PEER_CORE, log, peer.environment)
-    try:
-        process.wait_until(lambda: process.ask(peer.port) == 200, child, log)
-    except PeerError as problem:
-        process.stop(child)
-        raise PeerError(f"{peer.name} {problem}") from None
-    return child
+def pid_of(running: dict[str, subprocess.Popen[bytes]], peer: peers.Peer) -> int | None:
+    """Return a peer's process id; None for `direct`."""
+    return running[peer.name].pid if peer.name in running else None
 
 
-def cold_start(
-    peer: peers.Peer, ports: peers.Ports, doors: list[tuple[int, str]]
-) -> dict[str, float]:
-    """Return seconds, and CPU seconds, from process start until every door answers 200."""
-    starts: list[report.Round] = []
-    for _ in range(COLD_STARTS):
-        waiting = list(doors)
-
-        def ready(waiting: list[tuple[int, str]] = waiting) -> bool:
-            waiting[:] = [
-                (port, path)
-                for port, path in waiting
-                if process.ask(port, path=path, get=path == "/livez") != 200
-            ]
-            return not waiting
-
-        log = ports.folder / f"{peer.name}.log"
-        begun = time.perf_counter()
-        child = process.spawn(peer.command, PEER_CORE, log, peer.environment)
-        try:
-            process.wait_until(ready, child, log)
-            wall = time.perf_counter() - begun
-            ran, waited = process.cpu_ns(child.pid)
-            starts.append({"total": 1, "wall": wall, "cpu": ran / 1e9, "wait": waited / 1e9})
-        finally:
-            process.stop(child)
-    figures = {"cold_start_s": "wall", "cold_start_cpu_s": "cpu", "cold_start_waited_s": "wait"}
-    return {name: report.median(starts, metric) or 0.0 for name, metric in figures.items()}
-
-
-def rss_after_one_each(peer: peers.Peer, ports: peers.Ports) -> dict[str, float]:
-    """Return MB resident after start, and after one request a door and one scrape."""
-    child = start(peer, ports)
-    try:
-        figures = {"rss_mb_started": process.rss_mb(child.pid)}
-        if peer.name == "tongguan":
-            log = ports.folder / f"{peer.name}.log"
-            admin = ports.admin
-            process.wait_until(
-                lambda: process.ask(admin, path="/readyz", get=True) == 200, child, log
-            )
-            ask_sealed(ports)
-            if process.ask(admin, path="/metrics", get=True) != 200:
-                raise PeerError("tongguan: /metrics does not answer")
-        figures["rss_mb"] = process.rss_mb(child.pid)
-        return figures
-    finally:
-        process.stop(child)
-
-
-def ask_sealed(ports: peers.Ports) -> None:
-    """Send one sealed request from a process of its own."""
-    url, keys = f"http://127.0.0.1:{ports.sealed}", str(ports.client_keys)
-    command = [sys.executable, "-m", "perf.sealed", url, keys]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=peers.HERE.parent
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise PeerError(f"the sealed door: {lines[-1] if lines else done.returncode}")
-
-
-def footprint(contestants: list[peers.Peer], ports: peers.Ports) -> dict[str, dict[str, float]]:
-    """Return cold start and memory, each peer alone on its core."""
-    found = {}
-    for peer in contestants:
-        if peer.command:
-            doors = [(peer.port, "/v1/chat/completions")]
-            if peer.name == "tongguan":
-                doors.append((ports.admin, "/livez"))
-            found[peer.name] = {
-                **cold_start(peer, ports, doors),
-                **rss_after_one_each(peer, ports),
-            }
-    return found
-
-
-def gates(
-    rows: dict[str, dict[str, float | None]], feet: dict[str, dict[str, float]]
-) -> list[report.Gate]:
-    """Return the sidecar's promises over this run; none when it did not take part."""
-    if "tongguan" not in rows:
-        return []
-    own, small = rows["tongguan"], feet.get("tongguan", {})
-    found = [
-        report.Gate("RSS, one request a door, one scrape", small.get("rss_mb"), GATE_RSS_MB, "MB"),
-        report.Gate("app door and /livez answer", small.get("cold_start_s"), GATE_COLD_S, "s"),
-        report.Gate("failed requests", own["failed"], 0, ""),
-    ]
-    if "envoy" in rows:
-        cost = report.ratio(own["cpu_us_per_request"], rows["envoy"]["cpu_us_per_request"])
-        found.insert(0, report.Gate("CPU/request beside Envoy", cost, GATE_CPU, "x"))
-    return found
+def cells(row: dict[str, Any], columns: dict[str, str]) -> list[float | None]:
+    """Return the row's figures of these columns."""
+    return [row.get(name) for name in columns.values()]
 
 
 def show(outcome: dict[str, Any]) -> str:
     """Return the run as text."""
     rows, feet = outcome["peers"], outcome["footprint"]
-    columns = {
+    rates = {
         "CPU us/req": "cpu_us_per_request", "req/s": "requests_per_s",
         "CPU us @500/s": "cpu_us_at_500_rps", "p50 us @500/s": "p50_us_at_500_rps",
         "CPU us/event": "cpu_us_per_event", "event p50 us": "event_p50_us", "wait": "wait",
@@ -210,20 +136,38 @@ def show(outcome: dict[str, Any]) -> str:
         "start s": "cold_start_s", "start CPU s": "cold_start_cpu_s",
         "RSS MB start": "rss_mb_started", "RSS MB": "rss_mb",
     }  # fmt: skip
-    body = [
-        [name, *(row[c] for c in columns.values())]
-        + [feet.get(name, {}).get(c) for c in small.values()]
-        for name, row in rows.items()
+    if outcome["whole"]:
+        small |= {
+            "+MB 64 conns": "rss_growth_64_mb", "+MB stalled": "rss_growth_stalled_mb",
+            "gone ms": "gone_ms", "gone, silent ms": "gone_silent_ms",
+        }  # fmt: skip
+    lines = [
+        report.table(["peer", *rates], [[name, *cells(row, rates)] for name, row in rows.items()]),
+        "",
+        report.table(
+            ["peer", *small], [[name, *cells(foot, small)] for name, foot in feet.items()]
+        ),
+        "",
     ]
-    lines = [report.table(["peer", *columns, *small], body), ""]
-    for peer, values in outcome["ratios"].items():
-        pairs = (f"{name} {value:.2f}x" for name, value in values.items() if value is not None)
-        lines.append(f"{peer}: " + ", ".join(pairs))
-    lines.append("")
-    for gate in outcome["gates"]:
-        word = "ok    " if gate["ok"] else "MISSED"
-        value = "not measured" if gate["value"] is None else f"{gate['value']:.3g} {gate['unit']}"
-        lines.append(f"{word} {gate['name']}: {value} (at most {gate['limit']:g} {gate['unit']})")
+    for slow, beside in outcome["apart"].items():
+        columns = {"CPU us/req": "cpu_us_per_request", "CPU us/event": "cpu_us_per_event"}
+        body = [[name, *cells(row, columns)] for name, row in beside["peers"].items()]
+        lines += [report.table([f"apart, with {slow}", *columns], body), ""]
+    beside = {
+        "req x relay": "cpu_us_per_request / relay",
+        "req x envoy": "cpu_us_per_request / envoy",
+        "req x haproxy": "cpu_us_per_request / haproxy",
+        "@500/s x envoy": "cpu_us_at_500_rps / envoy",
+        "event x relay": "cpu_us_per_event / relay",
+        "event x envoy": "cpu_us_per_event / envoy",
+        "added p50 x envoy": "added p50 at 500 rps / envoy",
+    }
+    ratios = outcome["ratios"].items()
+    lines += [report.table(["ratios", *beside], [[n, *cells(r, beside)] for n, r in ratios]), ""]
+    lines += report.gate_lines(outcome["gates"])
+    lines += [f"left out: {name}: {why}" for name, why in outcome["absent"].items()]
+    if feet.get("tongguan", {}).get("checkpoints") == 0:
+        lines.append("no checkpoint was written: its memory is not in the figures")
     waits = [row["wait"] for row in rows.values() if row["wait"] is not None]
     if waits and max(waits) > report.DISTURBED:
         share = f"{max(waits):.0%}"
@@ -231,51 +175,158 @@ def show(outcome: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+class Run:
+    """One run: what is measured, what is known already, and where it is kept.
+
+    After each step the whole is written to `--json FILE`; `--resume` goes on from a run there that
+    was not completed, when commit, machine and parameters are the same.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, ports: peers.Ports) -> None:
+        self.arguments = arguments
+        self.ports = ports
+        self.contestants: list[peers.Peer] = []
+        self.absent: dict[str, str] = {}
+        everybody = arguments.peers == "all"
+        for name in list(peers.MAKERS) if everybody else arguments.peers.split(","):
+            try:
+                self.contestants.append(peers.make(name, ports))
+            except PeerError as problem:
+                if not everybody:
+                    raise
+                self.absent[name] = str(problem)
+        names = {peer.name for peer in self.contestants}
+        self.whole = promises.PLAIN in names
+        self.fixed: dict[str, Any] = {
+            "what": "perf.proxy",
+            "machine": machine.facts(),
+            "sidecar": machine.sidecar(),
+            "parameters": {
+                "rounds": arguments.rounds,
+                "seconds": arguments.seconds,
+                "peers": [peer.name for peer in self.contestants],
+                "tests": {n: " ".join(o) for n, o in tests(arguments.seconds).items()},
+                "tests_apart": {n: " ".join(o) for n, o in tests_apart().items()},
+            },
+        }
+        self.complete = False
+        self.feet: dict[str, dict[str, float]] = {}
+        self.rounds: Results = {}
+        self.apart: dict[str, Results] = {}
+        if arguments.resume and arguments.json and arguments.json.exists():
+            self._take_up(json.loads(arguments.json.read_text(encoding="utf-8")))
+
+    def _take_up(self, known: dict[str, Any]) -> None:
+        if known.get("complete"):
+            return
+        if any(known.get(name) != value for name, value in self.fixed.items()):
+            sys.stderr.write("not resumed: the file is of another commit, machine or command\n")
+            return
+        self.feet, self.rounds = known["footprint"], known["rounds"]
+        self.apart = {name: found["rounds"] for name, found in known["apart"].items()}
+
+    def steps(self) -> Iterator[None]:
+        """Measure; yields after each step that can be kept."""
+        fast = [peer for peer in self.contestants if not peer.slow]
+        for peer in fast:
+            if peer.command and peer.name not in self.feet:
+                self.feet[peer.name] = footprint.of(peer, self.ports, whole=self.whole)
+                sys.stderr.write(f"start and memory of {peer.name} done\n")
+                yield
+        if fast:
+            loads = tests(self.arguments.seconds)
+            yield from measure(fast, self.ports, loads, self.arguments.rounds, self.rounds)
+        for slow in [peer for peer in self.contestants if peer.slow]:
+            beside = [peer for peer in fast if peer.name in peers.SIDECARS]
+            results = self.apart.setdefault(slow.name, {})
+            rounds = measure([slow, *beside], self.ports, tests_apart(), APART_ROUNDS, results)
+            try:
+                for _ in rounds:
+                    yield
+            except PeerError as problem:
+                self.absent[slow.name] = str(problem)
+                del self.apart[slow.name]
+
+    def outcome(self) -> dict[str, Any]:
+        """Return all that is known now; `gates` are objects still."""
+        rows = report.summary(self.rounds)
+        apart = {name: report.summary(results) for name, results in self.apart.items()}
+        gates = (
+            promises.whole(rows, self.feet, apart)
+            if self.whole
+            else promises.short(rows, self.feet)
+        )
+        return {
+            **self.fixed,
+            "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "complete": self.complete,
+            "whole": self.whole,
+            "absent": self.absent,
+            "peers": rows,
+            "footprint": self.feet,
+            "apart": {n: {"peers": r, "rounds": self.apart[n]} for n, r in apart.items()},
+            "ratios": report.ratios(rows),
+            "gates": gates,
+            "rounds": self.rounds,
+        }
+
+    def keep(self) -> None:
+        """Write what is known to the file, if there is one."""
+        target: Path | None = self.arguments.json
+        if target is None:
+            return
+        outcome = self.outcome()
+        outcome["gates"] = [report.gate_row(gate) for gate in outcome["gates"]]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_suffix(".part")
+        draft.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        draft.replace(target)
+
+
+def set_up(names: str) -> None:
+    """Compile the tools, install what these peers and the plot need."""
+    peers.build_tools()
+    needed = [peers.NEEDS[n] for n in names.split(",") if n in peers.NEEDS]
+    for environment in peers.ENVIRONMENTS if names == "all" else needed:
+        peers.set_up(environment)
+
+
+def draw(kept: Path, target: Path) -> None:
+    """Draw a kept run in the environment that has matplotlib."""
+    python = peers.installed("plot", "python")
+    command = [python, "-m", "perf.plot", str(kept.resolve()), str(target.resolve())]
+    subprocess.run(command, check=True, cwd=peers.HERE.parent)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Make the whole run."""
+    if arguments.plot and not arguments.json:
+        raise PeerError("--plot draws what --json keeps: name both")
+    if arguments.setup:
+        set_up(arguments.peers)
+        return 0
     if len(os.sched_getaffinity(0)) < 2:
         raise PeerError("two cores are needed: one for the proxies, one for the load")
     if own := peers.own_variables_set():
         raise PeerError(f"unset {', '.join(own)}: shipped defaults are what is measured")
     peers.build_tools()
-    if arguments.setup:
-        peers.set_up_envoy()
-        return 0
     ports = peers.Ports(arguments.port_base)
-    contestants = [peers.make(name, ports) for name in arguments.peers.split(",")]
+    whole = Run(arguments, ports)
     log = ports.folder / "backend.log"
     backend = process.spawn([str(peers.WORK / "backend"), str(ports.backend)], LOAD_CORE, log)
     try:
         process.wait_until(lambda: process.ask(ports.backend) == 200, backend, log)
-        feet = footprint(contestants, ports)
-        rounds = measure(contestants, ports, arguments.rounds, arguments.seconds)
+        for _ in whole.steps():
+            whole.keep()
     finally:
         process.stop(backend)
-    rows = report.summary(rounds)
-    found = gates(rows, feet)
-    outcome = {
-        "what": "perf.proxy",
-        "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "machine": machine.facts(),
-        "parameters": {
-            "rounds": arguments.rounds,
-            "seconds": arguments.seconds,
-            "tests": {name: " ".join(words) for name, words in tests(arguments.seconds).items()},
-        },
-        "peers": rows,
-        "footprint": feet,
-        "ratios": report.ratios(rows),
-        "gates": [
-            {"name": g.name, "value": g.value, "limit": g.limit, "unit": g.unit, "ok": g.ok}
-            for g in found
-        ],
-        "rounds": rounds,
-    }
+    whole.complete = True
+    whole.keep()
+    outcome = whole.outcome()
     sys.stdout.write(show(outcome) + "\n")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(gate.ok for gate in found) else 1
+    if arguments.plot:
+        draw(arguments.json, arguments.plot)
+    return 0 if all(gate.ok for gate in outcome["gates"]) else 1
 
 
 def main() -> int:
@@ -283,16 +334,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m perf.proxy", description=__doc__.splitlines()[0] if __doc__ else ""
     )
-    parser.add_argument("--setup", action="store_true", help="compile the tools, install Envoy")
+    parser.add_argument("--setup", action="store_true", help="compile the tools, install the peers")
     parser.add_argument(
         "--peers",
-        default="direct,relay,envoy,tongguan",
-        help=f"comma-separated, of {', '.join(peers.MAKERS)}",
+        default=DEFAULT,
+        help=f"comma-separated, of {', '.join(peers.MAKERS)}; or all",
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of one round (1.5)")
-    parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 43 ports")
+    parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 44 ports")
     parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    parser.add_argument("--plot", type=Path, help="also draw it, as PNG, from the --json file")
+    parser.add_argument("--resume", action="store_true", help="go on from what --json holds")
     try:
         return run(parser.parse_args())
     except (PeerError, subprocess.CalledProcessError) as problem:

@@ -22,7 +22,8 @@ DISTURBED = 0.10  # above this share of waiting a latency means nothing; CPU tim
 class Gate:
     """One promise: `value` is at most (`at_least`: at least) `limit`.
 
-    An absent value fails: nothing was measured.
+    An absent value fails: nothing was measured. `goal` is what is aimed at, where the limit leaves
+    room for a disturbed machine.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Gate:
     limit: float
     unit: str
     at_least: bool = False
+    goal: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -46,13 +48,14 @@ def gate_lines(gates: Iterable[Gate]) -> list[str]:
         word = "ok    " if gate.ok else "MISSED"
         value = "not measured" if gate.value is None else f"{gate.value:.3g} {gate.unit}"
         bound = "at least" if gate.at_least else "at most"
-        lines.append(f"{word} {gate.name}: {value} ({bound} {gate.limit:.3g} {gate.unit})")
+        aim = "" if gate.goal is None else f"goal {gate.goal:.3g}, "
+        lines.append(f"{word} {gate.name}: {value} ({aim}{bound} {gate.limit:.3g} {gate.unit})")
     return lines
 
 
 def gate_row(gate: Gate) -> dict[str, float | str | bool | None]:
     """Return a gate as plain data."""
-    return {
+    row: dict[str, float | str | bool | None] = {
         "name": gate.name,
         "value": gate.value,
         "limit": gate.limit,
@@ -60,6 +63,9 @@ def gate_row(gate: Gate) -> dict[str, float | str | bool | None]:
         "at_least": gate.at_least,
         "ok": gate.ok,
     }
+    if gate.goal is not None:
+        row["goal"] = gate.goal
+    return row
 
 
 def quiet_half(rounds: Iterable[Round]) -> list[Round]:
@@ -95,11 +101,13 @@ def summary(rounds: Rounds) -> dict[str, dict[str, float | None]]:
             "wait": median(closed, "peer_wait"),
             "failed": sum(r["errors"] + r["not_200"] for t in tests.values() for r in t),
         }
+    for peer, row in rows.items():
+        row["added_p50_us"] = _added(rows, peer) if "direct" in rows else None
     return rows
 
 
 def ratios(rows: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:
-    """Return each peer's CPU beside the relay's and Envoy's, and its added p50 beside Envoy's."""
+    """Return each peer's CPU beside those of relay, Envoy and HAProxy, and its added p50."""
     result = {}
     for peer, row in rows.items():
         if peer == "direct":
@@ -107,14 +115,37 @@ def ratios(rows: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str
         result[peer] = {
             f"{metric} / {base}": ratio(row.get(metric), rows.get(base, {}).get(metric))
             for metric in ("cpu_us_per_request", "cpu_us_at_500_rps", "cpu_us_per_event")
-            for base in ("relay", "envoy")
+            for base in ("relay", "envoy", "haproxy")
             if base in rows and base != peer
         }
         if "envoy" in rows and "direct" in rows and peer != "envoy":
             result[peer]["added p50 at 500 rps / envoy"] = ratio(
-                _added(rows, peer), _added(rows, "envoy")
+                row.get("added_p50_us"), rows["envoy"].get("added_p50_us")
             )
     return result
+
+
+def beside_envoy(
+    rows: Mapping[str, Mapping[str, float | None]],
+    apart: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float | None]]]],
+    metric: str,
+) -> dict[str, float]:
+    """Return a figure as multiples of Envoy's, least first.
+
+    A peer that was measured apart stands where the sidecar beside it puts it: apart, only ratios to
+    that are known.
+    """
+    found = {}
+    for name, row in rows.items():
+        if value := ratio(row.get(metric), rows.get("envoy", {}).get(metric)):
+            found[name] = value
+    bridge = "tongguan-passthrough"
+    for slow, run in apart.items():
+        beside = run["peers"]
+        times = ratio(beside.get(slow, {}).get(metric), beside.get(bridge, {}).get(metric))
+        if times and bridge in found:
+            found[slow] = times * found[bridge]
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def _added(rows: Mapping[str, Mapping[str, float | None]], peer: str) -> float | None:

@@ -5,8 +5,10 @@
 //   m-big<MB>       chunked stream of MB mebibytes, as fast as the peer reads
 //   m-die<N>        N events, then RST            m-cut<N>  N events, then FIN without a last chunk
 //   m-hang          head and one event, then silence
+//   m-mute          nothing at all: an engine that still computes
 // Each event carries T<CLOCK_MONOTONIC ns>, so a load generator on this machine gets its latency.
-// GET /stats gives the counters; `aborted` are streams whose peer left before their end.
+// GET /stats gives the counters; `aborted` are streams whose peer left before their end,
+// `aborted_ns` is the CLOCK_MONOTONIC time at which the last of them was seen.
 //     backend PORT
 // It trusts its only callers, our benchmarks: a chunked request ends where "0 CRLF CRLF" is.
 #define _GNU_SOURCE
@@ -25,7 +27,7 @@
 #include <unistd.h>
 
 enum { FDS = 16384, EVENTS = 256, CHUNK = 65536 };
-enum mode { EVENTS_MODE, BIG_MODE, DIE_MODE, CUT_MODE, HANG_MODE };
+enum mode { EVENTS_MODE, BIG_MODE, DIE_MODE, CUT_MODE, HANG_MODE, MUTE_MODE };
 
 typedef struct {
     int fd, streaming, waits_to_write;
@@ -38,7 +40,7 @@ typedef struct {
 
 static Conn *conns[FDS];
 static int streams[FDS], stream_count, ep;
-static long long requests, done, aborted, sent_bytes;
+static long long requests, done, aborted, aborted_ns, sent_bytes;
 static char answer[2048], big[CHUNK];
 static int answer_len;
 
@@ -79,6 +81,7 @@ static void end_stream(Conn *c) {
 static void drop(Conn *c) {
     if (c->streaming) {
         aborted++;
+        aborted_ns = now_ns();
         end_stream(c);
     }
     close(c->fd);
@@ -146,7 +149,7 @@ static int pump(Conn *c) {
         int state = put_event(c);
         if (state <= 0) return state;
     }
-    if (c->mode == HANG_MODE) return 0;
+    if (c->mode == HANG_MODE || c->mode == MUTE_MODE) return 0;
     if (c->mode == EVENTS_MODE) return finish(c);
     if (c->mode == DIE_MODE) {
         struct linger reset = {1, 0};
@@ -196,8 +199,9 @@ static int serve(Conn *c, const char *body, size_t len) {
     else if (sscanf(model, "m-die%d", &a) == 1) c->mode = DIE_MODE, c->events = a;
     else if (sscanf(model, "m-cut%d", &a) == 1) c->mode = CUT_MODE, c->events = a;
     else if (!strcmp(model, "m-hang")) c->mode = HANG_MODE, c->events = 1, c->gap_ns = 0;
+    else if (!strcmp(model, "m-mute")) c->mode = MUTE_MODE, c->events = 0, c->gap_ns = 0;
     else return done++, put_json(c, answer, answer_len);
-    put(c, head, sizeof head - 1);
+    if (c->mode != MUTE_MODE) put(c, head, sizeof head - 1);
     c->streaming = 1;
     streams[stream_count++] = c->fd;
     c->next_ns = now_ns();
@@ -208,8 +212,8 @@ static int stats(Conn *c) {
     char text[256];
     int n = snprintf(text, sizeof text,
                      "{\"requests\":%lld,\"done\":%lld,\"live\":%d,\"aborted\":%lld,"
-                     "\"sent\":%lld}\n",
-                     requests, done, stream_count, aborted, sent_bytes);
+                     "\"aborted_ns\":%lld,\"sent\":%lld}\n",
+                     requests, done, stream_count, aborted, aborted_ns, sent_bytes);
     return put_json(c, text, n);
 }
 
