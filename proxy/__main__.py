@@ -32,14 +32,15 @@ def main(argv: list[str] | None = None) -> int:
         for line in problem.problems:
             print(f"tongguan sidecar: {line}", file=sys.stderr)  # noqa: T201 - before logging
         return EXIT_USAGE
-    return serve(settings)
+    return serve(settings, arguments.config)
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, path: str | None) -> int:
     """Run a sidecar until a signal; return the exit code."""
     import uvloop  # noqa: PLC0415 - `--help` has no use for it
 
     from proxy.lifecycle import Sidecar, StartError  # noqa: PLC0415
+    from proxy.reload import Source  # noqa: PLC0415
 
     logging.basicConfig(
         level=settings.log_level.upper(),
@@ -54,7 +55,8 @@ def serve(settings: Settings) -> int:
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        loop.run_until_complete(Sidecar(settings, loop).run())
+        source = Source(path, dict(os.environ), settings)
+        loop.run_until_complete(Sidecar(settings, loop, source).run())
     except SettingsError as problem:
         logging.getLogger("proxy").critical("cannot start: %s", problem)
         return EXIT_USAGE

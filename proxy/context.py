@@ -1,7 +1,8 @@
 """What all requests of one sidecar share: settings, pools, keys, counters, the audit writer.
 
-Built once by `lifecycle`, read by every connection; what one request finds out about another goes
-through here.
+Built by `lifecycle`, read by every connection; what one request finds out about another goes
+through here. A reload makes another one of the new settings (`renewed`), which takes over all that
+outlives them: a request keeps the context it began with, the next one takes the current one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from proxy.upstream import Upstreams
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Mapping
 
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
@@ -77,13 +79,22 @@ class Connection(Protocol):
         """End what still runs: the drain grace is over."""
 
 
+@dataclass(slots=True)
+class Current:
+    """Where every context finds the newest one."""
+
+    context: Context
+
+
 class Context:
     """See the module."""
 
     def __init__(
         self, settings: Settings, clock: Clock, loop: asyncio.AbstractEventLoop, machine: str
     ) -> None:
+        self.current = Current(self)
         self.settings = settings
+        self.machine = machine
         self.clock = clock
         self.loop = loop
         self.counters = Counters()
@@ -126,6 +137,56 @@ class Context:
         # Wall time less monotonic time, refreshed by the tick: good to a clock step for labels.
         self.wall_offset_ns = clock.wall_ns() - clock.mono_ns()
 
+    def renewed(
+        self,
+        settings: Settings,
+        keys: KeyProvider | None,
+        authorization: Mapping[PoolName, bytes],
+    ) -> Context:
+        """Return the context of other settings and make it the current one.
+
+        `settings` differ only in what may change while running. Raises KeyringError, and then
+        nothing has changed.
+        """
+        made = Context(settings, self.clock, self.loop, self.machine)
+        receiver = self.receiver
+        if receiver is not None and keys is not None:
+            receiver.keyring.replace(keys.envelope_keys())
+            receiver.max_body_bytes = settings.limits.body_bytes
+        made.keys = keys
+        made._take_over(self, authorization)
+        self.current.context = made
+        return made
+
+    def _take_over(self, before: Context, authorization: Mapping[PoolName, bytes]) -> None:
+        """Go on with all that outlives settings: from here on nothing can fail."""
+        self.current = before.current
+        self.counters = before.counters
+        self.connections = before.connections
+        self.trace_ids = before.trace_ids
+        self.receiver = before.receiver
+        self.audit = before.audit
+        self.recorder = before.recorder
+        self.budget = before.budget
+        self.observing = before.observing
+        self.observing.event_bytes = self.settings.limits.event_bytes
+        self.draining = before.draining
+        self.closing = before.closing
+        self.rejected = before.rejected
+        self._alarms = before._alarms
+        for name, route in self.routes.items():
+            old, pool = before.routes[name], route.settings
+            route.authorization = authorization.get(name, b"")
+            old.state.renew(route.state.endpoints, pool.inflight)
+            old.upstreams.renew(
+                self.head_limits,
+                pool.endpoints,
+                connect_s=self.settings.timeouts.connect_s,
+                keepalive_s=pool.keepalive_s,
+                idle_max=pool.idle_connections,
+            )
+            route.state, route.upstreams = old.state, old.upstreams
+
     def _route(self, name: PoolName) -> Route:
         pool: Pool = getattr(self.settings.pools, name)
         endpoints = [Endpoint(url, split_endpoint(url)) for url in pool.endpoints]
@@ -138,6 +199,7 @@ class Context:
             upstreams=Upstreams(
                 self.loop,
                 self.head_limits,
+                pool.endpoints,
                 connect_s=self.settings.timeouts.connect_s,
                 keepalive_s=pool.keepalive_s,
                 idle_max=pool.idle_connections,
@@ -213,5 +275,5 @@ class Context:
         """Append one `rejected` record for what was refused since the last one."""
         if self.rejected and self.audit is not None:
             second = self.clock.wall_ms() // 1000
-            self.audit.append("rejected", {"second": second, "counts": self.rejected})
-        self.rejected = {}
+            self.audit.append("rejected", {"second": second, "counts": dict(self.rejected)})
+        self.rejected.clear()

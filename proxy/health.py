@@ -21,12 +21,21 @@ class Health:
     """See the module."""
 
     def __init__(self, context: Context, clock: SystemClock) -> None:
-        self.context = context
+        self._current = context.current
         self._clock = clock
-        self.settings: Settings = context.settings
         self.started = False
         self.fence_until_ms = 0
         self.last_tick_ns = clock.mono_ns()
+
+    @property
+    def context(self) -> Context:
+        """The newest context."""
+        return self._current.context
+
+    @property
+    def settings(self) -> Settings:
+        """The newest settings."""
+        return self._current.context.settings
 
     def dead(self) -> list[str]:
         """Return why the process should be restarted; empty: it is live."""

@@ -22,11 +22,12 @@ import orjson
 from proxy.admin import AdminDoor
 from proxy.clock import SystemClock
 from proxy.config import Settings, describe, split_address
-from proxy.context import POOL_NAMES, Context
+from proxy.context import Context
 from proxy.health import Health
 from proxy.recorder import Recorder
+from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
-from proxy.settings import SettingsError
+from proxy.settings import SettingsError, one_line
 from proxy.sm4.cipher import choose_tier, tier
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class StartError(Exception):
 class Sidecar:
     """One sidecar process."""
 
-    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, source: Source) -> None:
+        self._settings = settings  # as they were at the start
+        self._source = source
         self._loop = loop
         self._clock = SystemClock()
         identity = settings.identity
@@ -57,6 +59,8 @@ class Sidecar:
         self._health = Health(self._context, self._clock)
         self._servers: list[asyncio.Server] = []
         self._admin: AdminDoor | None = None
+        self._watcher: Watcher | None = None
+        self._draining = False
         self._stopping = asyncio.Event()
         self._signals = 0
         self._ticks = 0
@@ -66,9 +70,7 @@ class Sidecar:
         """Start, serve until a signal, drain. Raises StartError or SettingsError."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        self._loop.add_signal_handler(
-            signal.SIGHUP, log.warning, "SIGHUP: settings are read at start only"
-        )
+        self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
             await self._start()
             await self._stopping.wait()
@@ -86,19 +88,25 @@ class Sidecar:
         except ValueError as problem:
             raise SettingsError([f"envelope.sm4_tier: {problem}"]) from None
         if doors.admin:
-            token = _secret(doors.admin_token_file, "doors.admin_token_file")
+            try:
+                token = one_line(doors.admin_token_file, "doors.admin_token_file")
+            except SettingsError as problem:
+                raise StartError(str(problem)) from None
             self._admin = AdminDoor(self._health, token, self._start_drain)
             try:
                 self._admin.start(doors.admin)
             except OSError as problem:
                 raise StartError(_port_problem("doors.admin", doors.admin, problem)) from None
-        for name in POOL_NAMES:
-            file = context.routes[name].settings.authorization_file
-            secret = _secret(file, f"pools.{name}.authorization_file")
-            if secret:
-                context.routes[name].authorization = b"Authorization: " + secret + b"\r\n"
-        keys = self._load_keys()
-        context.keys = keys
+        # Seen before it is read: what changes from here on is a reload.
+        self._watcher = Watcher(self._source, settings, self._loop, self._reloaded)
+        try:
+            loaded = self._source.credentials(settings)
+        except SettingsError as problem:
+            raise StartError(str(problem)) from None
+        for name, field in loaded.authorization.items():
+            context.routes[name].authorization = field
+        keys = context.keys = loaded.keys
+        context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
         self._start_audit(keys)
         if doors.app:
             await self._open("app", doors.app)
@@ -110,6 +118,7 @@ class Sidecar:
         self._tick_due_s = self._loop.time()
         self._tick()
         self._health.started = True
+        self._watcher.start()
         # What was made at start lives as long as the process: no collection has to look at it.
         gc.collect()
         gc.freeze()
@@ -129,7 +138,7 @@ class Sidecar:
         context = self._context
         try:
             server = await self._loop.create_server(
-                lambda: Downstream(context, door),
+                lambda: Downstream(context.current.context, door),
                 host,
                 port,
                 backlog=self._settings.doors.backlog,
@@ -138,17 +147,6 @@ class Sidecar:
         except OSError as problem:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
         self._servers.append(server)
-
-    def _load_keys(self) -> KeyProvider | None:
-        file = self._settings.keys.file
-        if not file:
-            return None
-        from proxy.keys.file import FileProvider, KeyFileError  # noqa: PLC0415 - only with keys
-
-        try:
-            return FileProvider(Path(file))
-        except (KeyFileError, OSError) as problem:
-            raise StartError(f"keys.file: {problem}") from None
 
     def _start_receiver(self, keys: KeyProvider) -> None:
         from proxy.sm4.keyring import Keyring, KeyringError  # noqa: PLC0415
@@ -259,9 +257,8 @@ class Sidecar:
 
     def _genesis(self) -> dict[str, object]:
         settings = self._settings
-        plain = orjson.dumps(describe(settings), option=orjson.OPT_SORT_KEYS)
         return {
-            "config_sha256": hashlib.sha256(plain).hexdigest(),
+            "config_sha256": _digest(settings),
             "image": settings.identity.image,
             "checkpoint_records": 1000,
             "checkpoint_s": 10,
@@ -272,6 +269,36 @@ class Sidecar:
             "machine_source": "node_name",
             "prompt_hash_mode": settings.audit.prompt_hash_mode,
         }
+
+    # -- settings
+
+    def _on_hangup(self) -> None:
+        if self._watcher is not None:
+            self._watcher.reload()
+
+    def _reloaded(self, loaded: Loaded | SettingsError) -> None:
+        """Take what was read, all of it, or say why not and go on as before."""
+        context, counters = self._context, self._context.counters
+        try:
+            if isinstance(loaded, SettingsError):
+                raise loaded
+            made = context.renewed(loaded.settings, loaded.keys, loaded.authorization)
+        except (SettingsError, ValueError, OSError) as problem:
+            log.warning("not reloaded, nothing has changed: %s", problem)
+            counters.reloads["failed"] += 1
+            return
+        self._context = made
+        made.draining |= self._draining
+        before, settings = context.settings, made.settings
+        if settings.log_level != before.log_level:
+            logging.getLogger().setLevel(settings.log_level.upper())
+        log.info("reloaded: changed=%s", ",".join(changed(before, settings)) or "no setting")
+        if loaded.kept:
+            log.warning("not changed before a restart: %s", ", ".join(loaded.kept))
+        if made.audit is not None:
+            made.audit.append("decision", {"what": "reload", "config_sha256": _digest(settings)})
+        counters.loaded_wall_s = self._clock.wall_ms() / 1000
+        counters.reloads["ok"] += 1
 
     # -- time
 
@@ -307,17 +334,20 @@ class Sidecar:
         if self._signals > 1:
             log.warning("second signal: ending now")
             os._exit(0)
-        log.info("draining: at most %g s", self._settings.timeouts.drain_s)
+        log.info("draining: at most %g s", self._context.settings.timeouts.drain_s)
         self._stopping.set()
 
     def _start_drain(self) -> None:
         # From the admin thread, and before its answer: who asks readyz next must see it.
+        self._draining = True
         self._context.draining = True
 
     async def _drain(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
         context = self._context
         context.draining = True
-        deadline_s = self._loop.time() + self._settings.timeouts.drain_s
+        deadline_s = self._loop.time() + context.settings.timeouts.drain_s
         while self._busy() and self._loop.time() < deadline_s:  # noqa: ASYNC110 - many ends, one wait
             await asyncio.sleep(TICK_S / 2)
         context.closing = True
@@ -361,17 +391,9 @@ class Sidecar:
             self._admin.stop()
 
 
-def _secret(file: str, name: str) -> bytes:
-    """Return a small file's content without line end; empty for no file."""
-    if not file:
-        return b""
-    try:
-        content = Path(file).read_bytes().strip()
-    except OSError as problem:
-        raise StartError(f"{name}: {problem}") from None
-    if not content or b"\n" in content or len(content) > 4096:
-        raise StartError(f"{name}: expected one line of at most 4096 bytes")
-    return content
+def _digest(settings: Settings) -> str:
+    plain = orjson.dumps(describe(settings), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(plain).hexdigest()
 
 
 def _port_problem(name: str, address: str, problem: OSError) -> str:

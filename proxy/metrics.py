@@ -84,6 +84,8 @@ class Counters:
         self.request_bytes = 0
         self.answer_bytes = 0
         self.loop_lag_ns = 0
+        self.reloads = {"ok": 0, "failed": 0}
+        self.loaded_wall_s = 0.0
 
 
 LIMITS = (

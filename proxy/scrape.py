@@ -30,7 +30,11 @@ class Collector:
     """Renders a context's counters; registered once, asked at each scrape."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._current = context.current
+
+    @property
+    def _context(self) -> Context:
+        return self._current.context
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
@@ -91,6 +95,17 @@ class Collector:
             ("alarms", "Alarm lines logged.", counters.alarms),
         ):
             yield CounterMetricFamily(f"tongguan_proxy_{name}", text, value=value)
+        reloads = CounterMetricFamily(
+            "tongguan_proxy_reload", "Reloads of settings and keys.", labels=["result"]
+        )
+        for result, count in counters.reloads.items():
+            reloads.add_metric([result], count)
+        yield reloads
+        yield GaugeMetricFamily(
+            "tongguan_proxy_reload_last_success_timestamp_seconds",
+            "When the settings and keys in use were read.",
+            value=counters.loaded_wall_s,
+        )
         open_connections = GaugeMetricFamily(
             "tongguan_proxy_connections", "Open client connections.", labels=["door"]
         )

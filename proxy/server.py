@@ -142,7 +142,7 @@ class Downstream(asyncio.Protocol):
             self._next_request()
 
     def _next_request(self) -> None:
-        context = self._context
+        context = self._context = self._context.current.context  # there may be newer settings
         data = self._buffer
         now_ns = context.clock.mono_ns()
         try:

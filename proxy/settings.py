@@ -2,7 +2,7 @@
 
 A section is a frozen dataclass of `setting(...)` fields: default, meaning with its unit, bounds.
 `build` fills it from a table and from variables, and collects every mistake. The agent declares its
-own settings in the same way. Pure, but for `source`, which reads a file.
+own settings in the same way. Pure, but for `source` and `one_line`, which read a file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ENV_PREFIX = "TONGGUAN_"
 FILE_NAME = "tongguan.toml"
 
 NUMBER_MAX = 1e9
+ONE_LINE_BYTES_MAX = 4096
 
 
 class SettingsError(Exception):
@@ -152,6 +153,23 @@ def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, A
     return {name: build(row, sub, {}, f"{full}.{name}.", problems) for name, sub in raw.items()}
 
 
+def flat(section: Any, path: str = "") -> dict[str, Any]:
+    """Return every setting by its full name."""
+    rows: dict[str, Any] = {}
+    for name, value in _members(section):
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            rows.update(flat(value, f"{path}{name}."))
+        else:
+            rows[f"{path}{name}"] = value
+    return rows
+
+
+def _members(section: Any) -> list[tuple[str, Any]]:
+    if isinstance(section, dict):
+        return list(section.items())
+    return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
+
+
 def own_variables(environ: Mapping[str, str], skip: tuple[str, ...]) -> dict[str, str]:
     """Return the variables with our prefix, less those of other rooms and of Kubernetes."""
     return {
@@ -181,3 +199,16 @@ def source(path: str | None) -> tuple[Path | None, str]:
         raise SettingsError([f"{file}: {problem.strerror}"]) from None
     except UnicodeDecodeError:
         raise SettingsError([f"{file}: not UTF-8"]) from None
+
+
+def one_line(file: str, name: str) -> bytes:
+    """Return the one line that a secret's file holds; empty for no file. Raises SettingsError."""
+    if not file:
+        return b""
+    try:
+        content = Path(file).read_bytes().strip()
+    except OSError as problem:
+        raise SettingsError([f"{name}: {problem}"]) from None
+    if not content or b"\n" in content or len(content) > ONE_LINE_BYTES_MAX:
+        raise SettingsError([f"{name}: expected one line of at most {ONE_LINE_BYTES_MAX} bytes"])
+    return content

@@ -19,6 +19,8 @@ from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, HeadLimits, ResponseHead, parse_response
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from proxy.qos.pools import Endpoint
 
 WRITE_HIGH_BYTES = 64 << 10
@@ -295,6 +297,7 @@ class Upstreams:
         self,
         loop: asyncio.AbstractEventLoop,
         limits: HeadLimits,
+        urls: Iterable[str],
         *,
         connect_s: float,
         keepalive_s: float,
@@ -305,13 +308,36 @@ class Upstreams:
         self._connect_s = connect_s
         self._keepalive_ns = int(keepalive_s * 1e9)
         self._idle_max = idle_max
-        self._idle: dict[str, deque[UpstreamConnection]] = {}
+        # By URL of an endpoint; one that is not here is no longer an endpoint.
+        self._idle: dict[str, deque[UpstreamConnection]] = {url: deque() for url in urls}
         self._connecting: set[asyncio.Task[None]] = set()
         self._open: set[UpstreamConnection] = set()
         self.connects = 0
         self.connect_failures = 0
         self.late_closes = 0
         self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
+
+    def renew(
+        self,
+        limits: HeadLimits,
+        urls: Iterable[str],
+        *,
+        connect_s: float,
+        keepalive_s: float,
+        idle_max: int,
+    ) -> None:
+        """Take other settings; idle connections to endpoints that are gone are closed."""
+        self._limits = limits
+        self._connect_s = connect_s
+        self._keepalive_ns = int(keepalive_s * 1e9)
+        self._idle_max = idle_max
+        before, self._idle = self._idle, {}
+        for url in urls:
+            self._idle[url] = before.pop(url, deque[UpstreamConnection]())
+        for gone in before.values():
+            for connection in gone:
+                if connection.transport is not None:
+                    connection.transport.close()
 
     def idle(self, endpoint: Endpoint) -> UpstreamConnection | None:
         """Return the connection that was used last and is still open, no longer idle."""
@@ -353,9 +379,7 @@ class Upstreams:
     def put_back(self, connection: UpstreamConnection) -> None:
         """Keep a connection whose answer is whole, if there is room."""
         idle = self._idle.get(connection.endpoint.url)
-        if idle is None:
-            idle = self._idle[connection.endpoint.url] = deque()
-        if len(idle) >= self._idle_max:
+        if idle is None or len(idle) >= self._idle_max:
             assert connection.transport is not None
             connection.transport.close()
             return

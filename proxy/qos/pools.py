@@ -34,8 +34,14 @@ class PoolState:
     _single: Endpoint | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if len(self.endpoints) == 1:
-            self._single = self.endpoints[0]
+        self._single = self.endpoints[0] if len(self.endpoints) == 1 else None
+
+    def renew(self, endpoints: list[Endpoint], inflight_max: int) -> None:
+        """Take other settings; places taken stay taken, an endpoint that stays keeps its state."""
+        known = {endpoint.url: endpoint for endpoint in self.endpoints}
+        self.endpoints = [known.get(endpoint.url, endpoint) for endpoint in endpoints]
+        self.inflight_max = inflight_max
+        self.__post_init__()
 
     def admit(self, bound: int) -> bool:
         """Take one place; False (and counted) when `bound` or the pool's own limit is reached."""

@@ -151,10 +151,25 @@ class Keyring:
 
     def add(self, key: EnvelopeKey) -> None:
         """Take a key; raises `KeyringError` if its kid is known with anything else than this."""
-        known = self._keys.get(key.kid)
-        if known is not None and known != key:
-            raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
+        self.check([key])
         self._keys[key.kid] = key
+
+    def check(self, keys: Iterable[EnvelopeKey]) -> None:
+        """Raise `KeyringError` if one of these keys contradicts a known one."""
+        for key in keys:
+            known = self._keys.get(key.kid)
+            if known is not None and known != key:
+                raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
+
+    def replace(self, keys: Iterable[EnvelopeKey]) -> None:
+        """Know these keys and no others; what a key that stays has sealed stays counted.
+
+        Raises `KeyringError` as `check`, and then nothing has changed.
+        """
+        kept = {key.kid: key for key in keys}
+        self.check(kept.values())
+        self._keys = kept
+        self._derived = {kid: row for kid, row in self._derived.items() if kid in kept}
 
     def get(self, kid: bytes) -> Derived | None:
         """Return the derived keys of `kid`, or None if it is not known."""

@@ -184,3 +184,31 @@ def test_client_and_audience_are_in_the_derived_keys() -> None:
         sealed.add(derived.response_streams.mac(b"x"))
 
     assert len(sealed) == 5 * 5
+
+
+def test_replaced_keys_are_the_only_ones_and_what_was_sealed_stays_counted() -> None:
+    stays, goes, comes = (
+        make_key(kid=b"stays..."),
+        make_key(kid=b"goes...."),
+        make_key(kid=b"comes..."),
+    )
+    ring = Keyring([stays, goes])
+    derived = ring.get(stays.kid)
+    assert derived is not None
+    derived.count(7, envelopes=2)
+    assert ring.get(goes.kid) is not None
+    ring.replace([comes, stays])
+    assert ring.get(stays.kid) is derived
+    assert ring.get(goes.kid) is None
+    assert (found := ring.get(comes.kid)) is not None
+    assert found.key == comes
+
+
+def test_replacing_with_other_contents_of_a_kid_changes_nothing() -> None:
+    key, more = make_key(kid=b"stays..."), make_key(kid=b"comes...")
+    ring = Keyring([key])
+    with pytest.raises(KeyringError, match="other contents"):
+        ring.replace([more, dataclasses.replace(key, pad=256)])
+    assert (found := ring.get(key.kid)) is not None
+    assert found.key == key
+    assert ring.get(more.kid) is None

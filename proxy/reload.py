@@ -1,0 +1,239 @@
+"""Live reload: settings, keys and credentials are read again and taken together, or not at all.
+
+A thread of its own looks at the files every `POLL_S`, or at once when it is asked; it reads and
+checks them, so that the data loop only swaps what is good. Which file a name means is asked anew
+each time: a mounted directory changes by a swapped link. A file that is still being written is left
+until it has been the same for `SETTLE_S`.
+
+What a process cannot change while it runs is kept as it was at the start and named
+(`KEPT_SECTIONS`, and all doors but their number of connections).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from proxy.config import Settings, read
+from proxy.settings import FILE_NAME, SettingsError, flat, one_line
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping
+
+    from proxy.keys.provider import KeyProvider
+    from proxy.qos.classes import PoolName
+
+POLL_S = 2.0
+SETTLE_S = 0.1
+SETTLE_TIMES_MAX = 50
+POOLS: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
+KEPT_SECTIONS = ("identity", "keys", "envelope", "audit")
+
+Print = dict[Path, tuple[int, int, int, int] | None]
+"""What tells a file from another one of its name, or from itself when it was written again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was read, all of it good. `kept`: names whose new values need a restart."""
+
+    settings: Settings
+    keys: KeyProvider | None = field(repr=False)
+    authorization: Mapping[PoolName, bytes] = field(repr=False)
+    kept: tuple[str, ...] = ()
+
+
+class Source:
+    """The files of one sidecar: read at the start, and again at each reload."""
+
+    def __init__(self, path: str | None, environ: Mapping[str, str], settings: Settings) -> None:
+        self._path = path
+        self._environ = environ
+        self._start = settings
+        self._first: Loaded | None = None
+
+    def credentials(self, settings: Settings) -> Loaded:
+        """Read keys and credentials; raises SettingsError with every problem."""
+        problems: list[str] = []
+        authorization: dict[PoolName, bytes] = {}
+        for name in POOLS:
+            file = getattr(settings.pools, name).authorization_file
+            try:
+                secret = one_line(file, f"pools.{name}.authorization_file")
+            except SettingsError as problem:
+                problems += problem.problems
+                continue
+            authorization[name] = b"Authorization: " + secret + b"\r\n" if secret else b""
+        keys: KeyProvider | None = None
+        try:
+            keys = _keys(settings.keys.file)
+        except SettingsError as problem:
+            problems += problem.problems
+        if problems:
+            raise SettingsError(problems)
+        loaded = Loaded(settings, keys, authorization)
+        if self._first is None:
+            self._first = loaded
+        return loaded
+
+    def again(self) -> Loaded:
+        """Read all of it again; raises SettingsError with every problem."""
+        problems: list[str] = []
+        settings = self._start
+        kept: list[str] = []
+        try:
+            settings, kept = keep_fixed(read(self._path, self._environ), self._start)
+        except SettingsError as problem:
+            problems += problem.problems
+        try:
+            loaded = self.credentials(settings)
+        except SettingsError as problem:
+            problems += problem.problems
+        else:
+            if self._first is not None:
+                kept += kept_keys(loaded.keys, self._first.keys)
+                problems += other_audience(loaded.keys, self._first.keys)
+        if problems:
+            raise SettingsError(problems)
+        return dataclasses.replace(loaded, kept=tuple(kept))
+
+    def files(self, settings: Settings) -> list[Path]:
+        """Return the files to look at."""
+        names = [settings.keys.file]
+        names += [getattr(settings.pools, name).authorization_file for name in POOLS]
+        found = [Path(name) for name in names if name]
+        if self._path is not None:
+            file = Path(self._path)
+            found.append(file / FILE_NAME if file.is_dir() else file)
+        return found
+
+
+def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
+    """Return `new` with what cannot change as it was at the start, and the names of that."""
+    doors = dataclasses.replace(start.doors, connections=new.doors.connections)
+    settings = dataclasses.replace(
+        new,
+        doors=doors,
+        identity=start.identity,
+        keys=start.keys,
+        envelope=start.envelope,
+        audit=start.audit,
+    )
+    return settings, changed(new, settings)
+
+
+def changed(one: Settings, other: Settings) -> list[str]:
+    """Return the names of the settings in which these differ."""
+    left, right = flat(one), flat(other)
+    return sorted(n for n in left.keys() | right.keys() if left.get(n) != right.get(n))
+
+
+def kept_keys(new: KeyProvider | None, first: KeyProvider | None) -> list[str]:
+    """Return what of a key file is used at the start only, and is another now."""
+    if new is None or first is None:
+        return []
+    names = []
+    if new.chain_seed() != first.chain_seed():
+        names.append("keys.file: chain seed")
+    if new.auditor_public() != first.auditor_public():
+        names.append("keys.file: auditor")
+    return names
+
+
+def other_audience(new: KeyProvider | None, first: KeyProvider | None) -> list[str]:
+    """Return the problem of keys that are for somebody else: a receiver is one audience."""
+    if new is None or first is None:
+        return []
+    audiences = {key.audience for key in new.envelope_keys()}
+    if audiences == {key.audience for key in first.envelope_keys()}:
+        return []
+    return ["keys.file: its keys are not for the audience of those that were there at the start"]
+
+
+def _keys(file: str) -> KeyProvider | None:
+    if not file:
+        return None
+    from proxy.keys.file import FileProvider, KeyFileError  # noqa: PLC0415 - only with keys
+
+    try:
+        return FileProvider(Path(file))
+    except (KeyFileError, OSError) as problem:
+        raise SettingsError([f"keys.file: {problem}"]) from None
+
+
+class Watcher:
+    """The thread that looks. It hands over what it read, or why it could not."""
+
+    def __init__(
+        self,
+        source: Source,
+        settings: Settings,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[Loaded | SettingsError], None],
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._loop = loop
+        self._take = take
+        self._wake = threading.Event()
+        self._ending = False
+        self._seen = self._print()
+        self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def reload(self) -> None:
+        """Read again now, whether anything changed or not."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ending = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            asked = self._wake.wait(POLL_S)
+            self._wake.clear()
+            if self._ending:
+                return
+            if asked or self._print() != self._seen:
+                self._settle()
+                self._read()
+
+    def _settle(self) -> None:
+        for _ in range(SETTLE_TIMES_MAX):
+            before, self._seen = self._seen, self._print()
+            if self._seen == before or self._wake.wait(SETTLE_S):
+                return
+
+    def _read(self) -> None:
+        result: Loaded | SettingsError
+        try:
+            result = self._source.again()
+        except SettingsError as problem:
+            result = problem
+        else:
+            self._settings = result.settings
+            # What was seen before it was read counts; files that are new are seen from here on.
+            self._seen = {file: self._seen.get(file, row) for file, row in self._print().items()}
+        self._loop.call_soon_threadsafe(self._take, result)
+
+    def _print(self) -> Print:
+        rows: Print = {}
+        for file in self._source.files(self._settings):
+            try:
+                status = file.stat()
+            except OSError:
+                rows[file] = None
+            else:
+                rows[file] = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+        return rows
