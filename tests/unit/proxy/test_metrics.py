@@ -222,6 +222,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "reason": set(REASONS),
         "tier": {tier()},
         "wire": {"c", "pure"},
+        "result": {"ok", "failed"},
         "le": {*map(str, BOUNDS_S), "+Inf"},
     }
     for family in families(full).values():
