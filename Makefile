@@ -11,7 +11,7 @@ ROOMS := proxy agent kernels ebpf
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint bench bench-proxy vm clean setup-dev
+.PHONY: help up test check lint bench bench-proxy soak vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
+	@echo 'make soak            10 minutes of load, deaths and checks that nothing leaks (perf/README.md)'
 	@echo 'make vm              tests that need a kernel of their own (not built yet; says why)'
 	@echo 'make clean           remove what these targets made; keys and audit logs are kept'
 	@echo
@@ -60,6 +61,9 @@ bench: setup-dev
 bench-proxy: setup-dev
 	$(BIN)/python -m perf.proxy --setup --peers all
 	$(BIN)/python -m perf.proxy --peers all --resume --json perf/work/proxy.json --plot perf/work/proxy.png
+
+soak: setup-dev
+	$(BIN)/python -m perf.soak --minutes 10 --json perf/work/soak.json
 
 vm:
 	@echo 'make vm: nothing to run yet. The kernel guard (ebpf/: LSM, ioctl tracing) is not built, so' >&2

@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 START_S = 30.0
 POLL_S = 0.001
@@ -23,20 +23,22 @@ class PeerError(Exception):
     """A peer cannot take part; the message is one line."""
 
 
-def pinned(core: int) -> Callable[[], None]:
-    """Return what a child does before exec to stay on one core."""
-
-    def pin() -> None:
-        os.sched_setaffinity(0, {core})
-
-    return pin
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Start children inside: they stay on this core, which they take over from this thread."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def spawn(
     command: list[str], core: int, log: Path, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a command pinned to `core`, in a session of its own, its output in `log`."""
-    with log.open("wb") as sink:
+    with log.open("wb") as sink, on_core(core):
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -44,7 +46,6 @@ def spawn(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
-            preexec_fn=pinned(core),  # noqa: PLW1509 - this process has no threads
         )
 
 

@@ -59,13 +59,9 @@ def load(port: int, options: list[str], pid: int | None) -> dict[str, float]:
     """Run the load generator once; return its figures and what the peer spent meanwhile."""
     before = process.cpu_ns(pid) if pid else (0, 0)
     start = time.perf_counter()
-    done = subprocess.run(
-        [str(peers.WORK / "loadgen"), "-p", str(port), *options],
-        check=False,
-        capture_output=True,
-        text=True,
-        preexec_fn=process.pinned(LOAD_CORE),
-    )
+    command = [str(peers.WORK / "loadgen"), "-p", str(port), *options]
+    with process.on_core(LOAD_CORE):
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
     wall_ns = (time.perf_counter() - start) * 1e9
     after = process.cpu_ns(pid) if pid else (0, 0)
     if done.returncode:
