@@ -139,11 +139,12 @@ class AdminDoor:
         get = head.method in (b"GET", b"HEAD")
         if path == b"/livez" and get:
             problems = self._health.dead()
-            return (503 if problems else 200), JSON, orjson.dumps({"live": not problems})
+            report = {"live": not problems, "reasons": problems, "lag_ms": self._health.lag_ms()}
+            return (503 if problems else 200), JSON, orjson.dumps(report)
         if path == b"/readyz" and get:
             reasons = self._health.unready()
-            report = {"ready": not reasons, "reasons": reasons, "notes": self._health.notes()}
-            return (503 if reasons else 200), JSON, orjson.dumps(report)
+            ready = {"ready": not reasons, "reasons": reasons, "notes": self._health.notes()}
+            return (503 if reasons else 200), JSON, orjson.dumps(ready)
         if path == b"/metrics" and get:
             return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
         if path not in (b"/config", b"/drain", b"/loglevel"):

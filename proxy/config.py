@@ -178,6 +178,7 @@ class Timeouts:
     keepalive_s: float = setting(75.0, "an idle client connection", ge=0.01)
     tunnel_idle_s: float = setting(3600.0, "an upgraded connection without a byte", ge=0.01)
     discard_s: float = setting(2.0, "reading on after an early answer", ge=0)
+    loop_stuck_s: float = setting(10.0, "livez fails when the data loop stood so long", ge=0.5)
     drain_s: float = setting(30.0, "grace for streams at shutdown", ge=0)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import asyncio
+
     from proxy.clock import SystemClock
     from proxy.config import Settings
     from proxy.context import Context
 
-LAG_DEAD_NS = 10_000_000_000  # a loop that has not turned for so long is stuck
+TICK_NS = 100_000_000  # how often the data loop reports
 CLOCK_BEHIND_MS = 5_000
 
 
@@ -25,7 +27,8 @@ class Health:
         self._clock = clock
         self.started = False
         self.fence_until_ms = 0
-        self.last_tick_ns = clock.mono_ns()
+        self.last_tick_ns = clock.mono_ns()  # set by the data loop itself, read by other threads
+        self.listeners: dict[str, asyncio.AbstractServer] = {}
 
     @property
     def context(self) -> Context:
@@ -40,18 +43,27 @@ class Health:
     def dead(self) -> list[str]:
         """Return why the process should be restarted; empty: it is live."""
         silent_ns = self._clock.mono_ns() - self.last_tick_ns
-        if self.started and silent_ns > LAG_DEAD_NS:
+        if self.started and silent_ns > self.settings.timeouts.loop_stuck_s * 1e9:
             return [f"loop_stuck_s={silent_ns // 1_000_000_000}"]
         return []
+
+    def lag_ms(self) -> int:
+        """Return how late the data loop is now, by its own report; 0: in time."""
+        if not self.started:
+            return 0
+        return max(0, self._clock.mono_ns() - self.last_tick_ns - TICK_NS) // 1_000_000
 
     def unready(self) -> list[str]:
         """Return why no traffic should come; empty: ready."""
         context = self.context
-        reasons = []
+        reasons = self.dead()
         if not self.started:
             reasons.append("starting")
         if context.draining:
             reasons.append("draining")
+        else:
+            closed = (name for name, server in self.listeners.items() if not server.is_serving())
+            reasons += (f"door_closed={name}" for name in closed)
         left_ms = self.fence_until_ms - self._clock.wall_ms()
         if context.receiver is not None and left_ms >= 0:
             reasons.append(f"start_fence_ms={left_ms}")

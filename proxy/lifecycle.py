@@ -23,7 +23,7 @@ from proxy.admin import AdminDoor
 from proxy.clock import SystemClock
 from proxy.config import Settings, describe, split_address
 from proxy.context import Context
-from proxy.health import Health
+from proxy.health import TICK_NS, Health
 from proxy.recorder import Recorder
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
@@ -33,7 +33,7 @@ from proxy.sm4.cipher import choose_tier, tier
 if TYPE_CHECKING:
     from proxy.keys.provider import KeyProvider
 
-TICK_S = 0.1
+TICK_S = TICK_NS / 1e9
 FLUSH_EVERY_TICKS = 10
 DROP_KIDS_EVERY_TICKS = 600
 CLOSE_S = 1.0  # for connections to flush their last bytes
@@ -147,6 +147,7 @@ class Sidecar:
         except OSError as problem:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
         self._servers.append(server)
+        self._health.listeners[door] = server
 
     def _start_receiver(self, keys: KeyProvider) -> None:
         from proxy.sm4.keyring import Keyring, KeyringError  # noqa: PLC0415

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -374,7 +375,8 @@ def test_upstream_gets_the_pools_credential_and_not_the_logs(sidecar, upstream):
 
 
 def test_livez_readyz_and_metrics_are_open(sidecar):
-    assert json.loads(sidecar.admin_ask("GET", "/livez").body) == {"live": True}
+    live = json.loads(sidecar.admin_ask("GET", "/livez").body)
+    assert live == {"live": True, "reasons": [], "lag_ms": live["lag_ms"]}
     until(lambda: sidecar.admin_ask("GET", "/readyz").status == 200, "ready")
     metrics = sidecar.admin_ask("GET", "/metrics?x=1")
     assert metrics.get("Content-Type").startswith(b"text/plain")
@@ -479,6 +481,70 @@ def test_livez_is_answered_while_requests_run(sidecar, upstream):
         script.going = True
         client.chunked()
     until(lambda: sidecar.metric("tongguan_proxy_pool_inflight") == 0, "the place to be free")
+
+
+# Stops the data loop for two seconds at SIGUSR1, as a call that never returns would.
+STUCK = """
+import runpy, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(2))
+runpy.run_module("proxy", run_name="__main__")
+"""
+
+
+def test_probes_tell_of_a_data_loop_that_stands(tmp_path, upstream):
+    sidecar = Sidecar(tmp_path / "s", upstream.url, TIMEOUTS_LOOP_STUCK_S=0.5)
+    sidecar.command[1:3] = ["-c", STUCK]
+    with sidecar:
+        assert json.loads(sidecar.admin_ask("GET", "/livez").body)["live"] is True
+        sidecar.signal(signal.SIGUSR1)
+        stuck = until(lambda: (a := sidecar.admin_ask("GET", "/livez")).status == 503 and a, "it")
+        report = json.loads(stuck.body)
+        assert report["reasons"] == ["loop_stuck_s=0"]
+        assert 400 <= report["lag_ms"] < 2000
+        ready = sidecar.admin_ask("GET", "/readyz")
+        assert ready.status == 503
+        assert json.loads(ready.body)["reasons"][0].startswith("loop_stuck_s=")
+        assert sidecar.admin_ask("GET", "/metrics").status == 200
+        until(lambda: sidecar.admin_ask("GET", "/livez").status == 200, "it turns again")
+        assert sidecar.ask(post(CHAT)).status == 200
+
+
+def test_probes_are_answered_under_full_load_and_with_a_silent_upstream(tmp_path, upstream):
+    script = Streaming()
+
+    def answer(seen):
+        if b"P2" in seen.raw:
+            script(seen)
+        else:
+            ok(seen)
+
+    upstream.answering(answer)
+    stop, problems = threading.Event(), []
+
+    def load(client):
+        while not stop.is_set():
+            if client.send(post(CHAT) * 8) and {client.answer().status for _ in range(8)} != {200}:
+                problems.append("not answered")
+
+    with Sidecar(tmp_path / "s", upstream.url) as sidecar:
+        silent = [sidecar.client().send(post(CHAT, b"X-QoS-Class: P2")) for _ in range(32)]
+        until(lambda: len(upstream.seen) == len(silent), "the silent ones")
+        clients = [sidecar.client() for _ in range(4)]
+        loaders = [threading.Thread(target=load, args=(client,)) for client in clients]
+        for loader in loaders:
+            loader.start()
+        for path in ("/livez", "/readyz", "/metrics") * 10:
+            start = time.monotonic()
+            assert sidecar.admin_ask("GET", path).status == 200
+            assert time.monotonic() - start < 2
+        assert sidecar.metric("tongguan_proxy_pool_inflight", pool="best_effort") == len(silent)
+        stop.set()
+        for loader in loaders:
+            loader.join()
+        script.going = True
+        for client in [*clients, *silent]:
+            client.close()
+    assert problems == []
 
 
 def test_head_of_an_admin_answer_has_no_body(sidecar):

@@ -13,9 +13,11 @@ from proxy.audit.writer import AuditUnavailableError, AuditWriter
 from proxy.clock import ManualClock
 from proxy.config import load
 from proxy.context import Context
-from proxy.health import CLOCK_BEHIND_MS, LAG_DEAD_NS, Health
+from proxy.health import CLOCK_BEHIND_MS, Health
 from tests.unit.proxy.audit_chains import config, request, run
 from tests.unit.proxy.sm4_kit import NOW_MS, make_key, make_receiver
+
+STUCK_MS = 10_000  # timeouts.loop_stuck_s
 
 
 class Clock(ManualClock):
@@ -56,16 +58,39 @@ def parts(loop):
 
 def test_a_loop_that_turns_is_live(parts):
     health, _, clock = parts
-    clock.advance_ms(LAG_DEAD_NS // 1_000_000)
+    clock.advance_ms(STUCK_MS)
     assert health.dead() == []
 
 
 def test_a_loop_that_is_stuck_is_dead_and_says_for_how_long(parts):
     health, _, clock = parts
-    clock.advance_ms(LAG_DEAD_NS // 1_000_000 + 2_500)
+    clock.advance_ms(STUCK_MS + 2_500)
     assert health.dead() == ["loop_stuck_s=12"]
+    assert health.lag_ms() == STUCK_MS + 2_400
+    assert health.unready() == ["loop_stuck_s=12"]
     health.last_tick_ns = clock.mono_ns()
-    assert health.dead() == []
+    assert (health.dead(), health.unready(), health.lag_ms()) == ([], [], 0)
+
+
+def test_a_loop_that_turns_in_time_has_no_lag(parts):
+    health, _, clock = parts
+    clock.advance_ms(100)
+    assert health.lag_ms() == 0
+
+
+def test_a_listener_that_has_closed_is_named_but_not_in_a_drain(parts, loop):
+    health, context, _ = parts
+
+    async def served():
+        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+        health.listeners["app"] = server
+        assert health.unready() == []
+        server.close()
+        assert health.unready() == ["door_closed=app"]
+
+    loop.run_until_complete(served())
+    context.draining = True
+    assert health.unready() == ["draining"]
 
 
 def test_a_slow_start_is_not_dead(loop):
@@ -98,6 +123,7 @@ def test_the_start_fence_counts_down_and_includes_its_last_millisecond(parts):
     health.fence_until_ms = NOW_MS + 10_000
     assert health.unready() == ["start_fence_ms=10000"]
     clock.advance_ms(9_999)
+    health.last_tick_ns = clock.mono_ns()
     assert health.unready() == ["start_fence_ms=1"]
     clock.advance_ms(1)
     assert health.unready() == ["start_fence_ms=0"]
@@ -128,6 +154,7 @@ def test_without_a_key_in_time_the_sealed_door_is_of_no_use(parts):
     health.fence_until_ms = -1
     assert health.unready() == []
     clock.advance_ms(3_600_000)
+    health.last_tick_ns = clock.mono_ns()
     assert health.unready() == ["no_live_kid"]
 
 
