@@ -7,11 +7,14 @@ ASKED := $(filter-out undefined,$(origin ASK))
 override ASK := $(value ASK)
 export ASK
 
+# Seconds of `make fuzz`, shared by the fuzzers.
+FUZZ_S ?= 600
+
 ROOMS := proxy agent kernels ebpf
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint bench bench-proxy soak vm clean setup-dev
+.PHONY: help up test check lint fuzz bench bench-proxy soak vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -22,6 +25,8 @@ help:
 	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
 	@echo 'make check           format, lint, types, import directions, unit tests'
 	@echo '                     (a few minutes the first time, when it installs the tools)'
+	@echo 'make fuzz            all fuzzers (kernels/wire, kernels/sm4) under sanitizers, 10 minutes together;'
+	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
@@ -50,6 +55,11 @@ check: lint
 
 test: lint
 	$(BIN)/python -m pytest
+
+fuzz: setup-dev
+	@case '$(FUZZ_S)' in ''|*[!0-9]*) echo 'FUZZ_S: expected whole seconds' >&2; exit 2;; esac
+	$(BIN)/python -m tests.fuzz.wire --seconds $$(( $(FUZZ_S) / 2 ))
+	$(BIN)/python -m tests.fuzz.sm4 --seconds $$(( $(FUZZ_S) / 2 ))
 
 bench: setup-dev
 	$(BIN)/python -m perf.proxy --setup

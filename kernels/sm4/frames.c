@@ -139,9 +139,14 @@ static PyObject *frames_seal(PyObject *object, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "seal takes data, unit, last, as_event");
         return NULL;
     }
+    /* One by one: what an argument's own code does must not meet the error of another. */
     long unit = PyLong_AsLong(args[1]);
-    int last = PyObject_IsTrue(args[2]), as_event = PyObject_IsTrue(args[3]);
-    if ((unit == -1 && PyErr_Occurred()) || last < 0 || as_event < 0) {
+    if (unit == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int last = PyObject_IsTrue(args[2]);
+    int as_event = last < 0 ? -1 : PyObject_IsTrue(args[3]);
+    if (as_event < 0) {
         return NULL;
     }
     if (unit < 1 || unit > UNIT_MAX) {
