@@ -359,6 +359,7 @@ class Sidecar:
             for connection in list(connections):
                 connection.expire()
         if left:
+            context.counters.limit_hits["timeouts.drain_s"] += left
             log.warning("drain grace over: %d requests were cut", left)
 
     def _busy(self) -> int:

@@ -91,6 +91,7 @@ class Counters:
 LIMITS = (
     "limits.head_bytes",
     "limits.body_bytes",
+    "limits.discard_bytes",
     "envelope.unverified_bytes",
     "timeouts.head_s",
     "timeouts.body_idle_s",
@@ -99,4 +100,7 @@ LIMITS = (
     "timeouts.client_stall_s",
     "timeouts.request_total_s",
     "timeouts.tunnel_idle_s",
+    "timeouts.keepalive_s",
+    "timeouts.discard_s",
+    "timeouts.drain_s",
 )

@@ -37,6 +37,7 @@ class Observing:
         "event_bytes",
         "held_bytes",
         "held_bytes_max",
+        "long_events",
         "plain_hashes",
         "unobserved",
     )
@@ -50,6 +51,7 @@ class Observing:
         self.event_bytes = event_bytes
         self.held_bytes = 0
         self.unobserved = 0
+        self.long_events = 0
 
     def roomy(self, size: int) -> bool:
         """Say whether a body that streams through may be kept: half the bound is for others."""
@@ -294,6 +296,7 @@ class Observation(Exchange):
             return self._output
         stream = self._stream
         if stream is not None and stream.lost:
+            self.shared.long_events += stream.too_long
             return None, None  # content went by that was not read
         return hasher.finish()
 

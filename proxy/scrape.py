@@ -86,6 +86,7 @@ class Collector:
             hits.add_metric([limit], count)
         hits.add_metric(["doors.connections"], counters.connections_refused)
         hits.add_metric(["audit.observed_bytes"], self._context.observing.unobserved)
+        hits.add_metric(["limits.event_bytes"], self._context.observing.long_events)
         yield hits
         for name, text, value in (
             ("request_body_bytes", "Request body bytes received.", counters.request_bytes),

@@ -130,8 +130,10 @@ class Downstream(asyncio.Protocol):
             self._body(data)
         elif state is State.DISCARD:
             self._discarded += len(data)
-            whole = self._chunks is None and self._discarded >= self._left > 0
-            if whole or self._discarded > self._context.settings.limits.discard_bytes:
+            if self._chunks is None and self._discarded >= self._left > 0:
+                self._close()
+            elif self._discarded > self._context.settings.limits.discard_bytes:
+                self._context.counters.limit_hits["limits.discard_bytes"] += 1
                 self._close()
         elif state is State.ANSWER:
             self._buffer += data
@@ -384,10 +386,16 @@ class Downstream(asyncio.Protocol):
             message = "the request head was not complete in time (timeouts.head_s)"
             self.reply(RequestError("request_timeout", message), keep=False)
         elif self._transport is not None:
-            if state in (State.DISCARD, State.CLOSED) or self.write_paused:
-                self._transport.abort()
-            else:
+            hits = self._context.counters.limit_hits
+            if state is State.DISCARD:
+                hits["timeouts.discard_s"] += 1
+            elif state is State.IDLE and not self.write_paused:
+                hits["timeouts.keepalive_s"] += 1
                 self._close()
+                return
+            else:
+                hits["timeouts.client_stall_s"] += 1
+            self._transport.abort()
 
     def check_total(self, now_ns: int) -> None:
         """End a request that has taken longer than any may."""

@@ -193,6 +193,11 @@ class StreamObserver:
         return self._incomplete or self._splitter.lost
 
     @property
+    def too_long(self) -> bool:
+        """A line was longer than `event_bytes`: nothing behind it was observed."""
+        return self._splitter.lost
+
+    @property
     def between_events(self) -> bool:
         """The upstream stands between two events."""
         return self._splitter.between_events

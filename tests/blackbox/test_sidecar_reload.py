@@ -230,6 +230,13 @@ def test_good_settings_with_a_bad_key_file_change_nothing(live, upstreams, own_k
     live.change(upstreams[1])
 
 
+def test_variables_still_win_over_the_file(tmp_path, upstreams):
+    with Live(tmp_path / "s", upstreams[0], LIMITS_BODY_BYTES=2048) as sidecar:
+        sidecar.change(upstreams[0], "[limits]\nbody_bytes = 4096\nfields = 9")
+        settings = sidecar.settings()["limits"]
+        assert (settings["body_bytes"], settings["fields"]) == (2048, 9)
+
+
 def test_what_needs_a_restart_is_named_and_kept(live, upstreams):
     text = '[identity]\nnode = "other"\n[doors]\nbacklog = 7\nconnections = 99\n'
     text += "[envelope]\nwindow_s = 10\n[audit]\nheartbeat_s = 9"

@@ -56,7 +56,9 @@ def test_every_limit_that_is_counted_has_a_row_and_every_row_is_counted():
     assert Counters().limit_hits == dict.fromkeys(LIMITS, 0)
 
 
-@pytest.mark.parametrize("name", [*LIMITS, "doors.connections", "audit.observed_bytes"])
+@pytest.mark.parametrize(
+    "name", [*LIMITS, "doors.connections", "audit.observed_bytes", "limits.event_bytes"]
+)
 def test_a_limit_is_named_by_its_setting(name):
     section, _, last = name.partition(".")
     assert last in {f.name for f in dataclasses.fields(getattr(Settings(), section))}
@@ -218,7 +220,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "outcome": set(OUTCOMES),
         "door": set(DOORS),
         "pool": set(POOLS),
-        "limit": {*LIMITS, "doors.connections", "audit.observed_bytes"},
+        "limit": {*LIMITS, "doors.connections", "audit.observed_bytes", "limits.event_bytes"},
         "reason": set(REASONS),
         "tier": {tier()},
         "wire": {"c", "pure"},
