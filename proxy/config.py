@@ -42,8 +42,10 @@ class Pool:
     """One group of upstream endpoints."""
 
     endpoints: tuple[str, ...] = setting(
-        ("http://127.0.0.1:14100",), "http://host:port or unix:/path, tried by least cost"
+        ("http://127.0.0.1:14100",),
+        "http://host:port, https://host:port or unix:/path, tried by least cost",
     )
+    ca_file: str = setting("", "certificates that https endpoints are verified by; empty: system")
     host: str = setting("", "Host sent upstream instead of the client's")
     authorization_file: str = setting("", "file whose content becomes the Authorization header")
     repeatable: bool = setting(False, "a request may be sent again after it was fully written")
@@ -51,6 +53,14 @@ class Pool:
     inflight: int = setting(512, "requests in flight", ge=1)
     idle_connections: int = setting(64, "idle connections kept", ge=0)
     keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
+    retry_percent: float = setting(10.0, "requests sent a second time; 0: none", ge=0, le=100)
+    overflow: bool = setting(False, "what finds no place goes on: P0 to shared, P1 to best_effort")
+    eject_errors: int = setting(5, "errors in a row that eject an endpoint; 0: never", ge=0)
+    eject_slow_factor: float = setting(
+        5.0, "first byte over the others' median that ejects an endpoint; 0: never", ge=0
+    )
+    eject_s: float = setting(10.0, "first ejection; each in a row is twice as long", ge=0.1)
+    eject_max_s: float = setting(300.0, "longest ejection", ge=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,18 +274,20 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int] | str:
-    """Return (host, port) of an http URL, or the path of a unix one; raises ValueError."""
+    """Return (host, port) of an http or https URL, or a unix one's path; raises ValueError."""
     if endpoint.startswith("unix:"):
         path = endpoint.removeprefix("unix:")
         if not path.startswith("/"):
             raise ValueError(f"expected unix:/path, got {endpoint!r}")
         return path
-    if not endpoint.startswith("http://"):
-        raise ValueError(f"expected http://host:port or unix:/path, got {endpoint!r}")
-    rest = endpoint.removeprefix("http://").rstrip("/")
+    scheme, found, rest = endpoint.partition("://")
+    port = {"http": 80, "https": 443}.get(scheme)
+    if not found or port is None:
+        raise ValueError(f"expected http(s)://host:port or unix:/path, got {endpoint!r}")
+    rest = rest.rstrip("/")
     if "/" in rest or not rest:
         raise ValueError(f"an endpoint has no path: {endpoint!r}")
-    return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:80")
+    return split_address(rest if ":" in rest.rsplit("]", 1)[-1] else f"{rest}:{port}")
 
 
 def read(path: str | None, environ: Mapping[str, str]) -> Settings:

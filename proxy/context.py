@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Protocol
 from proxy import trace
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
+from proxy.connector import Upstreams
 from proxy.http.http1 import HeadLimits
 from proxy.lanes import Route, Tenant, tenant_lanes
 from proxy.metrics import Counters
 from proxy.observe import Observing
-from proxy.qos.classes import CLASSES
-from proxy.qos.pools import Endpoint, PoolState
+from proxy.qos.classes import CLASSES, POOL_OF
+from proxy.qos.pools import Ejection, Endpoint, PoolState
+from proxy.retry import Retries
 from proxy.sm4.receiver import Budget
-from proxy.upstream import Upstreams
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping
 
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from proxy.keys.provider import KeyProvider
     from proxy.qos.classes import PoolName
     from proxy.recorder import Recorder
+    from proxy.reload import Loaded
     from proxy.sm4.receiver import Receiver
 
 POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
@@ -137,28 +138,24 @@ class Context:
         # Wall time less monotonic time, refreshed by the tick: good to a clock step for labels.
         self.wall_offset_ns = clock.wall_ns() - clock.mono_ns()
 
-    def renewed(
-        self,
-        settings: Settings,
-        keys: KeyProvider | None,
-        authorization: Mapping[PoolName, bytes],
-    ) -> Context:
+    def renewed(self, loaded: Loaded) -> Context:
         """Return the context of other settings and make it the current one.
 
-        `settings` differ only in what may change while running. Raises KeyringError, and then
+        They differ only in what may change while running. Raises KeyringError, and then
         nothing has changed.
         """
+        settings, keys = loaded.settings, loaded.keys
         made = Context(settings, self.clock, self.loop, self.machine)
         receiver = self.receiver
         if receiver is not None and keys is not None:
             receiver.keyring.replace(keys.envelope_keys())
             receiver.max_body_bytes = settings.limits.body_bytes
         made.keys = keys
-        made._take_over(self, authorization)
+        made._take_over(self, loaded)
         self.current.context = made
         return made
 
-    def _take_over(self, before: Context, authorization: Mapping[PoolName, bytes]) -> None:
+    def _take_over(self, before: Context, loaded: Loaded) -> None:
         """Go on with all that outlives settings: from here on nothing can fail."""
         self.current = before.current
         self.counters = before.counters
@@ -176,26 +173,38 @@ class Context:
         self._alarms = before._alarms
         for name, route in self.routes.items():
             old, pool = before.routes[name], route.settings
-            route.authorization = authorization.get(name, b"")
-            old.state.renew(route.state.endpoints, pool.inflight)
+            route.authorization = loaded.authorization.get(name, b"")
+            old.state.renew(route.state.endpoints, pool.inflight, route.state.rules)
+            old.retries.renew(pool.retry_percent)
             old.upstreams.renew(
                 self.head_limits,
                 pool.endpoints,
                 connect_s=self.settings.timeouts.connect_s,
                 keepalive_s=pool.keepalive_s,
                 idle_max=pool.idle_connections,
+                tls=loaded.trust.get(name),
             )
-            route.state, route.upstreams = old.state, old.upstreams
+            route.state, route.upstreams, route.retries = old.state, old.upstreams, old.retries
 
     def _route(self, name: PoolName) -> Route:
         pool: Pool = getattr(self.settings.pools, name)
-        endpoints = [Endpoint(url, split_endpoint(url)) for url in pool.endpoints]
+        endpoints = [
+            Endpoint(url, split_endpoint(url), tls=url.startswith("https:"))
+            for url in pool.endpoints
+        ]
         first = endpoints[0].address
         host = "localhost" if isinstance(first, str) else f"{first[0]}:{first[1]}"
+        rules = Ejection(
+            errors=pool.eject_errors,
+            slow_factor=pool.eject_slow_factor,
+            first_ns=int(pool.eject_s * 1e9),
+            most_ns=int(pool.eject_max_s * 1e9),
+        )
         return Route(
             name=name,
             settings=pool,
-            state=PoolState(name, endpoints, pool.inflight),
+            state=PoolState(name, endpoints, pool.inflight, rules),
+            retries=Retries(pool.retry_percent),
             upstreams=Upstreams(
                 self.loop,
                 self.head_limits,
@@ -206,6 +215,13 @@ class Context:
             ),
             endpoint_host=host.encode(),
         )
+
+    def judge_pools(self, now_ns: int) -> None:
+        """Once a second: leave slow endpoints alone, renew the retry budgets."""
+        for qos, pool in POOL_OF.items():
+            route = self.routes[pool]
+            route.state.judge(now_ns)
+            route.retries.tick(self.counters.started[qos])
 
     # -- facts a request asks for
 

@@ -117,6 +117,7 @@ class Exchange:
     qos: QosClass = "P1"
     pool: PoolName = "shared"
     asked = ""  # the class asked for, where the tenant's cap lowered it
+    cost = 1  # what it is estimated to take of an upstream; fixed before it is sent on
     tenant = ""
     trace_id = ""
     traceparent = b""

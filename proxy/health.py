@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.qos.pools import STATE_NAMES
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -90,4 +92,10 @@ class Health:
             notes.append("start_fence_off: an envelope may be taken again after a restart")
         if context.receiver is None:
             notes.append("sealed_door_closed")
+        for name, route in context.routes.items():
+            notes.extend(
+                f"endpoint_{STATE_NAMES[endpoint.state]}: {endpoint.url} of {name}"
+                for endpoint in route.state.endpoints
+                if endpoint.state
+            )
         return notes

@@ -14,10 +14,14 @@ from proxy.qos.classes import CLASSES, UnknownClassError, Verdict, classify
 
 if TYPE_CHECKING:
     from proxy.config import Pool, Qos
+    from proxy.connector import Upstreams
     from proxy.metrics import Histogram
     from proxy.qos.classes import PoolName, QosClass
     from proxy.qos.pools import PoolState
-    from proxy.upstream import Upstreams
+    from proxy.retry import Retries
+
+# Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
+OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Route:
     settings: Pool
     state: PoolState
     upstreams: Upstreams
+    retries: Retries
     endpoint_host: bytes
     authorization: bytes = field(default=b"", repr=False)
 
@@ -54,6 +59,7 @@ class Lane:
     answer_fields: bytes  # X-QoS-Class, X-QoS-Pool, and the name of X-Trace-Id
     duration: Histogram
     first_byte: Histogram
+    overflow: Lane | None = None  # the same request in the pool that takes what this one cannot
 
 
 @dataclass(slots=True)
@@ -117,21 +123,27 @@ def _lane(
     qos: Qos,
     routes: dict[PoolName, Route],
     histograms: dict[QosClass, tuple[Histogram, Histogram]],
+    taken_by: PoolName | None = None,
 ) -> Lane:
-    route = routes[verdict.pool]
+    pool = taken_by or verdict.pool
+    route = routes[pool]
     duration, first_byte = histograms[verdict.qos]
     fields = f"X-QoS-Class: {verdict.qos}\r\nX-Tenant-Id: {tenant}\r\n".encode()
-    answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {verdict.pool}\r\nX-Trace-Id: "
+    answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: "
+    overflow = None
+    if taken_by is None and route.settings.overflow and pool in OVERFLOW:  # one step, no further
+        overflow = _lane(tenant, verdict, wanted, qos, routes, histograms, OVERFLOW[pool])
     return Lane(
         qos=verdict.qos,
         asked=wanted if verdict.capped else "",
         route=route,
         bound=min(qos.p0.inflight, route.state.inflight_max)
-        if verdict.qos == "P0"
+        if pool == "dedicated"
         else route.state.inflight_max,
         host=route.host,
         request_fields=fields + route.authorization,
         answer_fields=answer.encode(),
         duration=duration,
         first_byte=first_byte,
+        overflow=overflow,
     )

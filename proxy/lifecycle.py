@@ -105,6 +105,8 @@ class Sidecar:
             raise StartError(str(problem)) from None
         for name, field in loaded.authorization.items():
             context.routes[name].authorization = field
+        for name, trusted in loaded.trust.items():
+            context.routes[name].upstreams.tls = trusted
         keys = context.keys = loaded.keys
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
         self._start_audit(keys)
@@ -283,7 +285,7 @@ class Sidecar:
         try:
             if isinstance(loaded, SettingsError):
                 raise loaded
-            made = context.renewed(loaded.settings, loaded.keys, loaded.authorization)
+            made = context.renewed(loaded)
         except (SettingsError, ValueError, OSError) as problem:
             log.warning("not reloaded, nothing has changed: %s", problem)
             counters.reloads["failed"] += 1
@@ -321,6 +323,7 @@ class Sidecar:
         self._ticks += 1
         if self._ticks % FLUSH_EVERY_TICKS == 0:
             context.flush_rejected()
+            context.judge_pools(now_ns)
             if context.receiver is not None and self._ticks % DROP_KIDS_EVERY_TICKS == 0:
                 context.receiver.keyring.drop_expired(self._clock.wall_ms())
             for connections in context.connections.values():

@@ -88,6 +88,7 @@ class Observation(Exchange):
     _held = 0
     _observed = False
     _request_body = b""
+    _unasked = b""
     _body_hasher: OutputHasher | None = None
     _request_pieces: list[bytes] | None = None
     _answer_pieces: list[bytes] | None = None
@@ -122,8 +123,14 @@ class Observation(Exchange):
         asked = ask_token_ids(body, seen, stream=seen.stream)
         if asked is None:
             return body
+        self._unasked = body
         body, self._added = asked
         return body
+
+    def unask(self) -> bytes:
+        """Return the request body as it came: who gets it now is not to be asked for ids."""
+        self._added = NO_FIELDS
+        return self._unasked
 
     def observe_begins(self, pieces: list[bytes]) -> None:
         """Follow a body that streams through; `pieces` have come already."""

@@ -58,8 +58,12 @@ class Reception(Replier):
         if context.blocks_on_audit and context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
         if not lane.route.state.admit(lane.bound):
-            context.counters.queue_full[qos] += 1
-            raise RequestError("queue_full", f"pool {lane.route.name} has no place left")
+            overflow = lane.overflow
+            if overflow is None or not overflow.route.state.admit(overflow.bound):
+                context.counters.queue_full[qos] += 1
+                raise RequestError("queue_full", f"pool {lane.route.name} has no place left")
+            lane.route.state.overflows += 1
+            self.lane = overflow
         self._placed = True
 
     def _open_envelope(self, intake: SealedIntake) -> bytes:

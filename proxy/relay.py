@@ -102,6 +102,8 @@ class Relay(Dispatch):
             self._upgrade = upgrade
             framing = b"Connection: upgrade\r\nUpgrade: %b\r\n%b" % (upgrade, framing)
         self._payload = self._head(lines, framing) + body
+        if self.lane.overflow is not None:
+            self._parts = lines, framing, body
         self._lease()
 
     def _stream_request(self) -> None:
@@ -116,6 +118,8 @@ class Relay(Dispatch):
         else:
             framing = b"Content-Length: %d\r\n\r\n" % (request.content_length or 0)
         self._payload = self._head(request.lines, framing)
+        if self.lane.overflow is not None:
+            self._parts = request.lines, framing, b""
         self.downstream.hold_body(hold=True)
         self._lease()
 
@@ -134,7 +138,11 @@ class Relay(Dispatch):
 
     def upstream_head(self, head: ResponseHead) -> None:
         """See `Lessee`."""
-        self.status = head.status
+        status = self.status = head.status
+        if 502 <= status <= 504:
+            self._fault = True
+        elif self._probe:
+            self._passed()
         if self._intake is not None:
             self._intake.release()  # the upstream has taken the body
         self.observe_answer(head)
@@ -143,7 +151,9 @@ class Relay(Dispatch):
     def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
         """See `Lessee`."""
         self._connection = None
-        self.status = head.status
+        status = self.status = head.status
+        if 502 <= status <= 504:
+            self._fault = True
         self.observe_answer(head)
         if self.sealer is not None or self.event_stream or self.changes_length or head.bodiless:
             self.answer_begins(head)
@@ -178,6 +188,7 @@ class Relay(Dispatch):
         framed = head is None or head.chunked or head.content_length is not None
         if self.event_stream and not framed and not self.between_events:
             # Only its end delimits it, and that came inside an event.
+            self._fault = True
             self._close(End.UPSTREAM_RESET)
             return
         self.answer_ends()
@@ -197,6 +208,8 @@ class Relay(Dispatch):
         context, downstream = self.context, self.downstream
         self._connection = None
         self.status = head.status
+        if self._probe:
+            self._passed()
         self.first_byte_ns = context.clock.mono_ns()
         upstream = connection.hand_over(), connection.write_paused
         transport, from_client = downstream.hand_over()
@@ -249,6 +262,7 @@ class Relay(Dispatch):
             return
         first = not self.first_byte_ns
         hits["timeouts.first_byte_s" if first else "timeouts.stream_idle_s"] += 1
+        self._fault = True
         self._close(End.UPSTREAM_TIMEOUT)
 
     def check_total(self, now_ns: int) -> None:
@@ -323,11 +337,13 @@ class Relay(Dispatch):
             connection.abandon()
         endpoint = self._endpoint
         if endpoint is not None:
-            endpoint.outstanding -= 1
+            endpoint.outstanding -= self.cost
             self._endpoint = None
         if self._intake is not None:
             self._intake.release()
         now_ns = self.end_ns = context.clock.mono_ns()
+        if endpoint is not None and (endpoint.watch or self._fault):
+            self._report(endpoint, answered=outcome == "ok")
         counters = context.counters
         counters.request_bytes += self.request_body_bytes
         counters.answer_bytes += self.answered_bytes

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxy.config import Settings, read
+from proxy.connector import trust
 from proxy.settings import FILE_NAME, SettingsError, flat, one_line
 
 if TYPE_CHECKING:
     import asyncio
+    import ssl
     from collections.abc import Callable, Mapping
 
+    from proxy.config import Pool
     from proxy.keys.provider import KeyProvider
     from proxy.qos.classes import PoolName
 
@@ -44,6 +47,7 @@ class Loaded:
     settings: Settings
     keys: KeyProvider | None = field(repr=False)
     authorization: Mapping[PoolName, bytes] = field(repr=False)
+    trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
 
 
@@ -60,8 +64,15 @@ class Source:
         """Read keys and credentials; raises SettingsError with every problem."""
         problems: list[str] = []
         authorization: dict[PoolName, bytes] = {}
+        trusted: dict[PoolName, ssl.SSLContext] = {}
         for name in POOLS:
-            file = getattr(settings.pools, name).authorization_file
+            pool: Pool = getattr(settings.pools, name)
+            try:
+                if any(url.startswith("https:") for url in pool.endpoints):
+                    trusted[name] = trust(pool.ca_file)
+            except OSError as problem:  # ssl.SSLError is one
+                problems.append(f"pools.{name}.ca_file: {problem}")
+            file = pool.authorization_file
             try:
                 secret = one_line(file, f"pools.{name}.authorization_file")
             except SettingsError as problem:
@@ -75,7 +86,7 @@ class Source:
             problems += problem.problems
         if problems:
             raise SettingsError(problems)
-        loaded = Loaded(settings, keys, authorization)
+        loaded = Loaded(settings, keys, authorization, trusted)
         if self._first is None:
             self._first = loaded
         return loaded
@@ -104,7 +115,9 @@ class Source:
     def files(self, settings: Settings) -> list[Path]:
         """Return the files to look at."""
         names = [settings.keys.file]
-        names += [getattr(settings.pools, name).authorization_file for name in POOLS]
+        for name in POOLS:
+            pool: Pool = getattr(settings.pools, name)
+            names += [pool.authorization_file, pool.ca_file]
         found = [Path(name) for name in names if name]
         if self._path is not None:
             file = Path(self._path)

@@ -16,10 +16,11 @@ from prometheus_client.core import (
 )
 
 from kernels.wire import AVAILABLE
+from proxy.qos.pools import STATE_NAMES
 from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -40,6 +41,7 @@ class Collector:
         """Yield every family."""
         yield from self._requests()
         yield from self._pools()
+        yield from self._endpoints()
         yield from self._channel()
         yield from self._audit()
 
@@ -134,6 +136,8 @@ class Collector:
             "connects": "Connections opened.",
             "connect_failures": "Connections that could not be opened.",
             "late_closes": "Connections dropped because bytes came outside an answer.",
+            "found_closed": "Idle connections found closed when they were to be used.",
+            "overflows": "Requests that another pool took.",
         }
         rows = {}
         for name, route in context.routes.items():
@@ -146,6 +150,8 @@ class Collector:
                 "connects": upstreams.connects,
                 "connect_failures": upstreams.connect_failures,
                 "late_closes": upstreams.late_closes,
+                "found_closed": upstreams.found_closed,
+                "overflows": pool.overflows,
             }
         for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
             for noun, text in names.items():
@@ -153,6 +159,50 @@ class Collector:
                 for name, row in rows.items():
                     family.add_metric([name], row[noun])
                 yield family
+
+    def _endpoints(self) -> Iterator[Metric]:
+        routes = self._context.routes
+        for noun, text, label in (
+            ("retries", "Requests sent again, or to another endpoint.", "reason"),
+            ("retries_denied", "Lost requests that could not be sent again.", "reason"),
+            ("ejections", "Endpoints left alone for a while.", "reason"),
+            ("probes", "Requests that tried an endpoint that was not healthy.", "result"),
+        ):
+            family = CounterMetricFamily(
+                f"tongguan_proxy_pool_{noun}", text, labels=["pool", label]
+            )
+            for name, route in routes.items():
+                tables: dict[str, Iterable[tuple[str, int]]] = {
+                    "retries": route.retries.made.items(),
+                    "retries_denied": route.retries.denied.items(),
+                    "ejections": route.state.ejections.items(),
+                    "probes": route.state.probes.items(),
+                }
+                for value, count in tables[noun]:
+                    family.add_metric([name, value], count)
+            yield family
+        labels = ["pool", "endpoint"]
+        state = GaugeMetricFamily(
+            "tongguan_proxy_endpoint_state",
+            "1 for the state it is in.",
+            labels=[*labels, "state"],
+        )
+        outstanding = GaugeMetricFamily(
+            "tongguan_proxy_endpoint_outstanding", "Cost of the requests it holds.", labels=labels
+        )
+        first_byte = GaugeMetricFamily(
+            "tongguan_proxy_endpoint_first_byte_seconds",
+            "Moving average, where there are several.",
+            labels=labels,
+        )
+        for name, route in routes.items():
+            for endpoint in route.state.endpoints:
+                row = [name, endpoint.url]
+                for kind, kind_name in STATE_NAMES.items():
+                    state.add_metric([*row, kind_name], int(endpoint.state is kind))
+                outstanding.add_metric(row, endpoint.outstanding)
+                first_byte.add_metric(row, endpoint.first_byte_ns / 1e9)
+        yield from (state, outstanding, first_byte)
 
     def _channel(self) -> Iterator[Metric]:
         context = self._context

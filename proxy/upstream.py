@@ -1,17 +1,22 @@
-"""Upstream connections: a pool of keep-alive connections per endpoint, and the body pump.
+"""One upstream connection: what arrives on it, taken apart, and how much of a request it took.
 
 A connection is leased to one relay at a time and hands it what arrives, already framed: head, body
 bytes, end, or how it was lost. It decides nothing about the request. Bytes that come when nobody
 has leased the connection poison it: it is dropped (RFC 9112 section 9.3 gives them no meaning).
 
-Bounds: idle connections per endpoint, connecting tasks by the pool's in-flight limit, buffered
-bytes by the head limit; the body is never buffered here, a paused relay pauses the socket.
+What it says of a lost request's bytes has to be provable, since a request is sent again on it: the
+transport writes at once and pauses the writer as long as the kernel has not taken all it was given,
+so `write_paused` means "not fully written". A write that fails closes the transport. Over TLS a
+record may wait below, so there a request that was not paused counts as written.
+
+Bounds: buffered bytes by the head limit; the body is never buffered here, a paused relay pauses the
+socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import select
 from typing import TYPE_CHECKING, Protocol, cast
 
 from proxy.exchange import End
@@ -19,11 +24,8 @@ from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, HeadLimits, ResponseHead, parse_response
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from proxy.connector import Upstreams
     from proxy.qos.pools import Endpoint
-
-WRITE_HIGH_BYTES = 64 << 10
 
 
 class Lessee(Protocol):
@@ -61,8 +63,12 @@ class Lessee(Protocol):
     def upstream_end(self) -> None:
         """Note that the answer is whole; the connection is no longer leased."""
 
-    def upstream_lost(self, end: End, *, answered: bool) -> None:
-        """Note that the connection died; `answered`: a byte of the answer had come."""
+    def upstream_lost(self, end: End, *, answered: bool, unwritten: bool) -> None:
+        """Note that the connection died.
+
+        `answered`: a byte of the answer had come; `unwritten`: the kernel has not taken all of the
+        request.
+        """
 
     def upstream_writable(self, *, writable: bool) -> None:
         """Pause or go on with the request body."""
@@ -77,6 +83,8 @@ class UpstreamConnection(asyncio.Protocol):
         "_head",
         "_left",
         "_limits",
+        "_poll",
+        "_whole_end",
         "answered",
         "endpoint",
         "idle_since_ns",
@@ -85,6 +93,7 @@ class UpstreamConnection(asyncio.Protocol):
         "request_whole",
         "reused",
         "transport",
+        "write_failed",
         "write_paused",
     )
 
@@ -93,7 +102,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.endpoint = endpoint
         self.transport: asyncio.Transport | None = None
         self.reused = False
-        self.write_paused = False
+        self.write_paused = False  # the kernel has not taken all that was written
+        self.write_failed = False  # set by the lessee: the write of a whole request failed
         self.request_whole = False  # set by the lessee with the last byte it writes
         self.idle_since_ns = 0
         self._limits = limits
@@ -103,8 +113,24 @@ class UpstreamConnection(asyncio.Protocol):
         self._chunks: ChunkReader | None = None
         self._left = 0  # body bytes to come; -1: until the connection ends
         self.answered = False
+        self._whole_end = not endpoint.tls  # RFC 9112 section 9.8: over TLS its end is announced
+        self._poll: select.poll | None = None
 
     # -- leasing
+
+    def quiet(self) -> bool:
+        """Say whether nothing has come on an idle connection: neither bytes nor its end.
+
+        The loop tells too, but only when it turns; what is in the kernel now has not been told.
+        """
+        transport = self.transport
+        if transport is None:
+            return False
+        poll = self._poll
+        if poll is None:
+            poll = self._poll = select.poll()
+            poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
 
     def write(self, data: bytes) -> None:
         """Send request bytes."""
@@ -116,16 +142,13 @@ class UpstreamConnection(asyncio.Protocol):
         self.lessee = None
         self.owner.put_back(self)
 
-    def unsent(self) -> int:
-        """Return the request bytes that the kernel has not taken."""
-        return 0 if self.transport is None else self.transport.get_write_buffer_size()
-
     def hand_over(self) -> asyncio.Transport:
         """Give the transport away, to be a tunnel's; this object has ended."""
         transport = self.transport
         assert transport is not None
         self.owner.forget(self)
         self.lessee = self.transport = None
+        transport.set_write_buffer_limits()  # nothing has to be proved of a tunnel's bytes
         return transport
 
     def abandon(self) -> None:
@@ -151,7 +174,8 @@ class UpstreamConnection(asyncio.Protocol):
         """See asyncio."""
         transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
         self.transport = transport
-        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        # See the module: pausing is what proves. The TLS transport pauses at its mark, not above.
+        transport.set_write_buffer_limits(high=1 if self.endpoint.tls else 0, low=0)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio. The first matching state takes the bytes."""
@@ -190,6 +214,8 @@ class UpstreamConnection(asyncio.Protocol):
                 lessee.upstream_switches(self, head, data[start:])
                 return
         self._buffer = b""
+        if not self.reused and b"keep-alive" in head.fields:
+            self.owner.announced(self.endpoint, head.fields[b"keep-alive"])
         rest = len(data) - start
         length = 0 if head.bodiless else head.content_length
         if rest and rest == length and head.keep_alive and self.request_whole:
@@ -242,7 +268,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = None
         # An answer may come before its request is whole: what follows would then be read as a
         # request by the upstream, so such a connection is never used again.
-        if clean and head.keep_alive and self.request_whole and self.unsent() == 0:
+        if clean and head.keep_alive and self.request_whole and not self.write_paused:
             self.owner.put_back(self)
         else:
             if not clean:
@@ -254,7 +280,7 @@ class UpstreamConnection(asyncio.Protocol):
         lessee, self.lessee = self.lessee, None
         self._drop()
         if lessee is not None:
-            lessee.upstream_lost(end, answered=self.answered)
+            lessee.upstream_lost(end, answered=self.answered, unwritten=False)
 
     def _drop(self) -> None:
         if self.transport is not None:
@@ -262,20 +288,26 @@ class UpstreamConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """See asyncio: the transport closes, connection_lost follows."""
+        self._whole_end = True
+        if self.write_paused:
+            self._drop()  # else the rest would be written first, to nobody
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio. An end is regular only where the head left it to the connection."""
         self.transport = None
+        self._poll = None
         self.owner.forget(self)
         lessee, self.lessee = self.lessee, None
         if lessee is None:
             return
-        if self._head is not None and self._chunks is None and self._left < 0 and exc is None:
+        whole = exc is None and self._whole_end
+        if whole and self._head is not None and self._chunks is None and self._left < 0:
             lessee.upstream_end()
             return
         # RFC 9112 section 8: a head or body that stops early is incomplete, never a short success.
-        lessee.upstream_lost(End.UPSTREAM_RESET, answered=self.answered)
+        unwritten = self.write_failed or self.write_paused
+        lessee.upstream_lost(End.UPSTREAM_RESET, answered=self.answered, unwritten=unwritten)
 
     def pause_writing(self) -> None:
         """See asyncio."""
@@ -288,131 +320,3 @@ class UpstreamConnection(asyncio.Protocol):
         self.write_paused = False
         if self.lessee is not None:
             self.lessee.upstream_writable(writable=True)
-
-
-class Upstreams:
-    """The connections of one pool."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        limits: HeadLimits,
-        urls: Iterable[str],
-        *,
-        connect_s: float,
-        keepalive_s: float,
-        idle_max: int,
-    ) -> None:
-        self._loop = loop
-        self._limits = limits
-        self._connect_s = connect_s
-        self._keepalive_ns = int(keepalive_s * 1e9)
-        self._idle_max = idle_max
-        # By URL of an endpoint; one that is not here is no longer an endpoint.
-        self._idle: dict[str, deque[UpstreamConnection]] = {url: deque() for url in urls}
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._open: set[UpstreamConnection] = set()
-        self.connects = 0
-        self.connect_failures = 0
-        self.late_closes = 0
-        self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
-
-    def renew(
-        self,
-        limits: HeadLimits,
-        urls: Iterable[str],
-        *,
-        connect_s: float,
-        keepalive_s: float,
-        idle_max: int,
-    ) -> None:
-        """Take other settings; idle connections to endpoints that are gone are closed."""
-        self._limits = limits
-        self._connect_s = connect_s
-        self._keepalive_ns = int(keepalive_s * 1e9)
-        self._idle_max = idle_max
-        before, self._idle = self._idle, {}
-        for url in urls:
-            self._idle[url] = before.pop(url, deque[UpstreamConnection]())
-        for gone in before.values():
-            for connection in gone:
-                if connection.transport is not None:
-                    connection.transport.close()
-
-    def idle(self, endpoint: Endpoint) -> UpstreamConnection | None:
-        """Return the connection that was used last and is still open, no longer idle."""
-        idle = self._idle.get(endpoint.url)
-        while idle:
-            connection = idle.pop()
-            transport = connection.transport
-            if transport is not None and not transport.is_closing():
-                return connection
-        return None
-
-    def connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        """Make a connection and lease it to `lessee`."""
-        task = self._loop.create_task(self._connect(endpoint, lessee))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    async def _connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        def factory() -> UpstreamConnection:
-            return UpstreamConnection(self, endpoint, self._limits)
-
-        self.connects += 1
-        try:
-            async with asyncio.timeout(self._connect_s):
-                if isinstance(endpoint.address, str):
-                    made = await self._loop.create_unix_connection(factory, endpoint.address)
-                else:
-                    host, port = endpoint.address
-                    made = await self._loop.create_connection(factory, host, port)
-        except (OSError, TimeoutError):
-            self.connect_failures += 1
-            lessee.upstream_refused(endpoint)
-            return
-        connection = made[1]
-        self._open.add(connection)
-        connection.lessee = lessee
-        lessee.upstream_ready(connection)
-
-    def put_back(self, connection: UpstreamConnection) -> None:
-        """Keep a connection whose answer is whole, if there is room."""
-        idle = self._idle.get(connection.endpoint.url)
-        if idle is None or len(idle) >= self._idle_max:
-            assert connection.transport is not None
-            connection.transport.close()
-            return
-        connection.reused = True
-        connection.answered = connection.request_whole = False
-        connection.idle_since_ns = self.now_ns
-        connection.resume()
-        idle.append(connection)
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """Drop a connection that has ended."""
-        self._open.discard(connection)
-        idle = self._idle.get(connection.endpoint.url)
-        if idle is not None and connection in idle:
-            idle.remove(connection)
-
-    def tick(self, now_ns: int) -> None:
-        """Close connections that have been idle too long; the oldest lie first."""
-        self.now_ns = now_ns
-        for idle in self._idle.values():
-            while idle and now_ns - idle[0].idle_since_ns > self._keepalive_ns:
-                transport = idle.popleft().transport
-                if transport is not None:
-                    transport.close()
-
-    def idle_count(self) -> int:
-        """Return how many connections wait for a request."""
-        return sum(len(idle) for idle in self._idle.values())
-
-    async def close(self) -> None:
-        """End every connection."""
-        for task in list(self._connecting):
-            task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
-        for connection in list(self._open):
-            connection.abandon()

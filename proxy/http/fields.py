@@ -141,6 +141,7 @@ RESPONSE = Names(
         b"content-length",
         b"transfer-encoding",
         b"connection",
+        b"keep-alive",
         b"server-timing",
         b"x-accel-buffering",
         b"cache-control",

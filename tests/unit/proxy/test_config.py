@@ -422,6 +422,8 @@ def test_a_door_is_an_address_or_closed(door):
         ("http://engine:8000/", ("engine", 8000)),
         ("http://[::1]", ("::1", 80)),
         ("http://[2001:db8::1]:8000", ("2001:db8::1", 8000)),
+        ("https://engine", ("engine", 443)),
+        ("https://[::1]:8443/", ("::1", 8443)),
         ("unix:/run/engine.sock", "/run/engine.sock"),
     ],
 )
@@ -434,8 +436,12 @@ def test_an_endpoint(text, address):
     [
         "",
         "engine:8000",
-        "https://engine",
         "HTTP://engine",
+        "httpss://engine",
+        "https:engine",
+        "https://",
+        "https://engine/v1",
+        "https://user:pass@engine",
         "http://",
         "http:///",
         "http://:80",

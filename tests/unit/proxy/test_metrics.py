@@ -13,11 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import proxy
+from proxy import retry
 from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
 from proxy.config import Settings, load
 from proxy.context import Context
 from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram
+from proxy.qos.pools import STATE_NAMES
 from proxy.scrape import Collector
 from proxy.sm4.cipher import tier
 from proxy.sm4.envelope import REASONS
@@ -221,10 +223,12 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "door": set(DOORS),
         "pool": set(POOLS),
         "limit": {*LIMITS, "doors.connections", "audit.observed_bytes", "limits.event_bytes"},
-        "reason": set(REASONS),
+        "reason": {*REASONS, *retry.REASONS, *retry.COUNTED, "errors", "slow"},
+        "endpoint": {url for name in POOLS for url in getattr(Settings().pools, name).endpoints},
+        "state": set(STATE_NAMES.values()),
         "tier": {tier()},
         "wire": {"c", "pure"},
-        "result": {"ok", "failed"},
+        "result": {"ok", "failed", "passed"},
         "le": {*map(str, BOUNDS_S), "+Inf"},
     }
     for family in families(full).values():

@@ -12,7 +12,7 @@ import pytest
 from proxy.clock import ManualClock
 from proxy.config import load
 from proxy.context import Context
-from proxy.reload import changed, keep_fixed
+from proxy.reload import Loaded, changed, keep_fixed
 
 # What a new context makes from the settings; all else it has to take over from the one before.
 MADE_ANEW = {
@@ -50,8 +50,8 @@ def test_every_attribute_of_a_context_is_made_anew_or_taken_over():
 
 
 def test_new_context_is_current_for_all_before_it(context):
-    second = context.renewed(load("", {}), None, {})
-    third = second.renewed(load("", {}), None, {})
+    second = context.renewed(Loaded(load("", {}), None, {}))
+    third = second.renewed(Loaded(load("", {}), None, {}))
     assert context.current is second.current is third.current
     assert context.current.context is third
     assert third.counters is context.counters
@@ -62,7 +62,7 @@ def test_running_request_keeps_its_context_and_shares_its_place(context):
     lane = context.tenant("default").known[None]
     assert lane.route.state.admit(lane.bound)
     text = "[pools.shared]\ninflight = 1\nendpoints = ['http://127.0.0.1:2']\n[limits]\nfields = 9"
-    made = context.renewed(load(text, {}), None, {"shared": b"Authorization: x\r\n"})
+    made = context.renewed(Loaded(load(text, {}), None, {"shared": b"Authorization: x\r\n"}))
     route = made.routes["shared"]
     assert (context.head_limits.fields, made.head_limits.fields) == (128, 9)
     assert lane.route.settings.inflight == 512
@@ -77,7 +77,7 @@ def test_endpoint_that_stays_keeps_what_is_known_of_it(context):
     stays = context.routes["shared"].state.endpoints[0]
     stays.outstanding = 3
     text = f"[pools.shared]\nendpoints = ['http://127.0.0.1:2', '{stays.url}']"
-    state = context.renewed(load(text, {}), None, {}).routes["shared"].state
+    state = context.renewed(Loaded(load(text, {}), None, {})).routes["shared"].state
     assert state.endpoints[1] is stays
     assert state.pick(0) is state.endpoints[0]
     assert state.pick(0, frozenset({"http://127.0.0.1:2"})) is stays
