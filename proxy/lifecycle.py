@@ -31,6 +31,7 @@ from proxy.settings import SettingsError, one_line
 from proxy.sm4.cipher import choose_tier, tier
 
 if TYPE_CHECKING:
+    from proxy.audit.signing import NoteSigner
     from proxy.keys.provider import KeyProvider
 
 TICK_S = TICK_NS / 1e9
@@ -223,7 +224,8 @@ class Sidecar:
                 "token ids are sealed to the auditor, but the key file has no auditor key: "
                 "make one, or set audit.token_ids to commit, plain or off"
             )
-        from proxy.audit.writer import AuditError, AuditWriter, ChainConfig  # noqa: PLC0415
+        from proxy.audit.setup import AuditError, ChainConfig  # noqa: PLC0415
+        from proxy.audit.writer import AuditWriter  # noqa: PLC0415
 
         config = ChainConfig(
             dir=Path(settings.dir),
@@ -239,6 +241,7 @@ class Sidecar:
             segment_bytes=settings.segment_bytes,
             heartbeat_s=settings.heartbeat_s,
             genesis=self._genesis(),
+            signers=self._signers(keys),
         )
         try:
             context.audit = AuditWriter.start(config, self._clock, self._loop, self._gauges)
@@ -246,6 +249,18 @@ class Sidecar:
             raise StartError(f"audit.dir: {problem}") from None
         context.recorder = Recorder(self._loop, context.audit)
         context.observing.enabled = True
+
+    def _signers(self, keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
+        rows = () if keys is None else keys.checkpoint_keys()
+        if not rows:
+            log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")
+            return ()
+        from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - 6 MB of RSS
+
+        try:
+            return tuple(NoteSigner(*row) for row in rows)
+        except ValueError as problem:
+            raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
 
     def _gauges(self) -> tuple[int, int]:
         return self._context.in_flight(), sum(self._context.counters.started.values())
@@ -263,10 +278,6 @@ class Sidecar:
         return {
             "config_sha256": _digest(settings),
             "image": settings.identity.image,
-            "checkpoint_records": 1000,
-            "checkpoint_s": 10,
-            "heartbeat_s": settings.audit.heartbeat_s,
-            "required_signers": [],
             "clock_source": "wall at start + boottime",
             "clock_bound_ms": 5000,
             "machine_source": "node_name",
@@ -383,7 +394,7 @@ class Sidecar:
         for route in context.routes.values():
             await route.upstreams.close()
         if context.audit is not None:
-            from proxy.audit.writer import AuditUnavailableError  # noqa: PLC0415 - loaded by now
+            from proxy.audit.setup import AuditUnavailableError  # noqa: PLC0415 - loaded by now
 
             context.flush_rejected()
             if context.recorder is not None:

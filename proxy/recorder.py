@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit.record import request_members
-from proxy.audit.writer import AuditError
+from proxy.audit.setup import AuditError
 from proxy.exchange import PHASE_NAMES
 
 if TYPE_CHECKING:

@@ -8,17 +8,19 @@ nothing but that range.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit import canonical
 from proxy.audit.chain import ZERO_MAC, Hmac, chain_key, next_key, parse_key_id
 from proxy.audit.findings import Finding, Place
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
+from proxy.audit.note import Keyset
 from proxy.audit.reader import Fault, Line, parse_line
+from proxy.audit.signed import Expected, SignedCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 HEARTBEAT_TOLERANCE = 1.5
 _HMACS_KEPT = 16
@@ -68,10 +70,29 @@ class Ids:
     sha256_seq: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What is known of chains from outside their own files.
+
+    `pinned` are the public keys given; `expected` what a witness or an earlier checkpoint says, by
+    origin; `frontiers` what `pruned` records keep, by (origin, first seq kept).
+    """
+
+    pinned: Keyset = field(default_factory=Keyset)
+    expected: Mapping[str, Sequence[Expected]] = field(default_factory=dict)
+    frontiers: Mapping[tuple[str, int], Sequence[bytes]] = field(default_factory=dict)
+
+
 class ChainCheck:
     """The state of one chain."""
 
-    def __init__(self, keys: MacKeys | None, chain: int, report: Callable[[Finding], None]) -> None:
+    def __init__(
+        self,
+        keys: MacKeys | None,
+        chain: int,
+        report: Callable[[Finding], None],
+        outside: Outside | None = None,
+    ) -> None:
         self.origin = ""
         self.records = 0
         self.closed = False
@@ -82,6 +103,8 @@ class ChainCheck:
         self.last_wall_ns = 0
         self.ids = Ids()
         self.heartbeat_ns = 0
+        self._outside = outside or Outside()
+        self.signed = SignedCheck(self._outside.pinned, self.find)
         self._keys = keys
         self._chain = chain
         self._report = report
@@ -115,6 +138,7 @@ class ChainCheck:
         self._low = self._high = first_seq
         self._macs = None
         self.started_at = first_seq
+        self.signed.skip_to(first_seq, None)
 
     def start_segment(self, first_seq: int) -> None:
         """A segment file begins; its name says `first_seq`."""
@@ -132,6 +156,7 @@ class ChainCheck:
             self._distrust(line.records, line.mac)
         else:
             self._take(line, place)
+        self.signed.add(raw[:-1] if raw.endswith(b"\n") else raw)
 
     def _distrust(self, records: int, mac: str | None) -> None:
         self._high += records
@@ -147,6 +172,7 @@ class ChainCheck:
             return
         if not self.origin:
             self.origin = record["origin"]
+            self.signed.expect(self._outside.expected.get(self.origin, ()))
         seq: int = record["seq"]
         if record["v"] != 1:
             self.find("version_unknown", seq, place, f"version {record['v']}")
@@ -177,6 +203,8 @@ class ChainCheck:
             # Pruning may explain it; the directory knows at its end.
             self.started_at, self.start_place = seq, place
             self._macs = None
+            frontier = self._outside.frontiers.get((self.origin, seq))
+            self.signed.skip_to(seq, frontier)
             return
         self.find("gap", self._high, place, missing)
 
@@ -239,8 +267,12 @@ class ChainCheck:
         if self._key_id and record["key_id"] != self._key_id:
             self.find("content_mismatch", seq, place, "key_id changed without rotate")
         self._key_id = record["key_id"]
-        if kind == "genesis":
+        self.signed.saw(kind, self._last_mono_ns)
+        if kind == "checkpoint":
+            self.signed.checkpoint(record, seq, place)
+        elif kind == "genesis":
             self.genesis = record
+            self.signed.genesis(record, place)
             self.heartbeat_ns = max(0, record["heartbeat_s"]) * 10**9
         elif kind == "rotate":
             self._check_rotate(line, seq, place)

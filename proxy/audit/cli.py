@@ -12,10 +12,9 @@ import click
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from proxy.audit.check import MacKeys
-    from proxy.audit.findings import Result
+    from proxy.audit.findings import ChainEnd, Result
+    from proxy.audit.given import Given
     from proxy.keys.file import KeyFile
 
 _SHOWN_FINDINGS = 20
@@ -37,20 +36,43 @@ def audit() -> None:
     """  # noqa: D301 - \\b is click's mark
 
 
+_keys_option = click.option(
+    "--keys",
+    "key_files",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Key file (auditor.json, sidecar.json) or public key lines; may be repeated.",
+)
+
+
 @audit.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--keys", "keys_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Key file with the chain seeds (auditor.json or sidecar.json).")  # fmt: skip
+@_keys_option
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A checkpoint kept elsewhere, or the list of a witness.",
+)
 @click.option("--live", is_flag=True, help="Also demand that open chains are fresh right now.")
 @click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
-    directory: Path, keys_file: Path | None, live: bool, since: str | None, as_json: bool
+    directory: Path,
+    key_files: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
+    live: bool,
+    since: str | None,
+    as_json: bool,
 ) -> None:
     """Say whether the chains in DIR are whole and unaltered.
 
-    Without --keys only form and links are checked: the best verdict is then ok_public. A chain that
-    a running sidecar holds is open, which is fine.
+    Without chain seeds (auditor.json) MACs are not checked: the best verdict is then ok_public. A
+    chain that a running sidecar holds is open, which is fine. With --checkpoint the chains must
+    also hold what somebody else saw of them: a cut end, a lost chain, an older copy are found.
 
     \b
     Exit codes:
@@ -68,37 +90,35 @@ def verify(
     tongguan audit verify /var/lib/tongguan/audit --keys auditor.json
     tongguan audit verify copy/ --since 2026-01-01T00:00:00+08:00 --json
     """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.check import MacKeys
+    from proxy.audit.given import GivenError, read_checkpoints
+    from proxy.audit.progress import Progress
     from proxy.audit.verify import verify_directory
 
     since_ns = _since_ns(since)
-    key_file = _read_keys(keys_file, "--keys") if keys_file else None
-    if key_file and not key_file.chain_seeds:
-        raise click.BadParameter(
-            f"{keys_file}: a {key_file.role}'s file without chain seeds; they are in auditor.json",
-            param_hint="--keys",
-        )
-    keys = _mac_keys(key_file) if key_file else None
+    given = _given(key_files)
+    try:
+        expected = [e for path in checkpoints for e in read_checkpoints(path, given.public)]
+    except GivenError as problem:
+        raise click.BadParameter(str(problem), param_hint="--checkpoint") from None
     total = _bytes_in(directory)
-    show_progress = sys.stderr.isatty() and not as_json and total > 1 << 20
-
-    def run(progress: Callable[[int], None]) -> Result:
-        return verify_directory(
-            directory,
-            keys,
-            live_now_ns=time.time_ns() if live else None,
-            since_ns=since_ns,
-            progress=progress,
-        )
-
-    if show_progress:
-        with click.progressbar(length=total, label="verifying", file=sys.stderr) as bar:
-            result = run(bar.update)
-    else:
-        result = run(lambda _done: None)
+    progress = Progress(sys.stderr, total)
+    shown = sys.stderr.isatty() and not as_json and total > 1 << 20
+    result = verify_directory(
+        directory,
+        MacKeys(given.seeds) if given.seeds else None,
+        live_now_ns=time.time_ns() if live else None,
+        since_ns=since_ns,
+        progress=progress.add if shown else lambda _done: None,
+        pinned=given.public,
+        expected=expected,
+    )
+    if shown:
+        progress.end()
     if as_json:
         click.echo(orjson.dumps(result.public(), option=orjson.OPT_INDENT_2))
     else:
-        _print(result, keys_file)
+        _print(result, key_files)
     sys.exit(result.exit_code)
 
 
@@ -156,6 +176,22 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _given(paths: tuple[Path, ...]) -> Given:
+    from proxy.audit.given import GivenError, read_keys
+
+    try:
+        given = read_keys(paths)
+    except GivenError as problem:
+        raise click.BadParameter(str(problem), param_hint="--keys") from None
+    for path, file in given.files:
+        if not file.chain_seeds and not file.verify_keys:
+            raise click.BadParameter(
+                f"{path}: a {file.role}'s file without chain seeds; they are in auditor.json",
+                param_hint="--keys",
+            )
+    return given
+
+
 def _read_keys(path: Path, option: str) -> KeyFile:
     from proxy.keys.file import KeyFileError, read
 
@@ -195,7 +231,7 @@ def _bytes_in(directory: Path) -> int:
         return 0  # the check says what cannot be read
 
 
-def _print(result: Result, keys_file: Path | None) -> None:
+def _print(result: Result, key_files: tuple[Path, ...]) -> None:
     public = result.public()
     first = result.first
     good = result.exit_code == 0
@@ -205,9 +241,10 @@ def _print(result: Result, keys_file: Path | None) -> None:
         click.echo(f"  first at seq {first.seq} of {first.origin or f'chain {chain_dir}'}")
     if result.chains:
         counts = f"{_count(len(result.chains), 'chain')}, {_count(result.records, 'record')}"
-        click.echo(f"  {counts}; MACs {_macs(result, keys_file)}")
+        click.echo(f"  {counts}; MACs {_macs(result, key_files)}")
     for chain in result.chains[-_SHOWN_CHAINS:]:
-        click.echo(f"  chain {chain.dir}: {_count(chain.records, 'record')}, {chain.end}")
+        records = _count(chain.records, "record")
+        click.echo(f"  chain {chain.dir}: {records}, {chain.end}{_signed(chain)}")
     if len(result.chains) > _SHOWN_CHAINS:
         click.echo(f"  (the last {_SHOWN_CHAINS} chains are shown; --json gives all)")
     for finding in public["findings"][:_SHOWN_FINDINGS]:
@@ -219,13 +256,23 @@ def _print(result: Result, keys_file: Path | None) -> None:
         click.echo(f"  and {_count(hidden, 'more finding')}")
 
 
-def _macs(result: Result, keys_file: Path | None) -> str:
+def _signed(chain: ChainEnd) -> str:
+    if chain.signers == "none":
+        return ", not signed"
+    whose = "" if chain.signers == "pinned" else " by keys of its own word"
+    signed = f", signed to {chain.signed_to}{whose}" if chain.signed_to >= 0 else ", nothing signed"
+    witnessed = f", witnessed to {chain.witnessed_to}" if chain.witnessed_to >= 0 else ""
+    return signed + witnessed
+
+
+def _macs(result: Result, key_files: tuple[Path, ...]) -> str:
     if result.mac_checked:
         some = any(finding.cls == "key_unknown" for finding in result.findings)
         return "checked, but for records whose seed is not there" if some else "checked"
-    if keys_file is None:
+    if not key_files:
         return "not checked (give --keys)"
-    return f"not checked: no record here is of a seed in {keys_file}"
+    files = ", ".join(map(str, key_files))
+    return f"not checked: no record here is of a seed in {files}"
 
 
 def _count(number: int, name: str) -> str:

@@ -72,17 +72,36 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """One chain as it was seen: `end` is closed, sealed, open or truncated."""
+    """One chain as it was seen: `end` is closed, sealed, open, truncated or unknown.
+
+    `signed_to` and `witnessed_to` are the last seq that is, -1 for none; `signers` says whose keys
+    that was checked with: pinned, declared (by the chain itself) or none.
+    """
 
     dir: str
     origin: str
     records: int
     end: str
+    signed_to: int = -1
+    witnessed_to: int = -1
+    signers: str = "none"
 
     def public(self) -> dict[str, Any]:
         """Return the JSON form."""
         name = printable(self.dir)
-        return {"dir": name, "origin": self.origin, "records": self.records, "end": self.end}
+        return {
+            "dir": name,
+            "origin": self.origin,
+            "records": self.records,
+            "end": self.end,
+            "signed_to": _or_null(self.signed_to),
+            "witnessed_to": _or_null(self.witnessed_to),
+            "signers": self.signers,
+        }
+
+
+def _or_null(seq: int) -> int | None:
+    return None if seq < 0 else seq
 
 
 @dataclass(slots=True)
@@ -127,6 +146,7 @@ class Result:
     def public(self) -> dict[str, Any]:
         """Return the JSON form: findings by (chain, seq), truncated last."""
         first = self.first
+        newest = self.chains[-1] if self.chains else None
         ordered = sorted(self.findings, key=lambda f: (f.cls == "truncated", f.chain, f.seq))
         return {
             "verdict": self.verdict,
@@ -135,8 +155,8 @@ class Result:
             "findings": [finding.public() for finding in ordered],
             "findings_omitted": self.omitted,
             "mac_checked": self.mac_checked,
-            "signed_to": None,
-            "witnessed_to": None,
+            "signed_to": _or_null(newest.signed_to) if newest else None,
+            "witnessed_to": _or_null(newest.witnessed_to) if newest else None,
             "records": self.records,
             "chains": [chain.public() for chain in self.chains],
         }

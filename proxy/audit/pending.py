@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
     from proxy.audit.ids import SegmentIds, TokenIds
 
-# Room for `segment_end` at the end of a segment.
-_END_ROOM = 1024
+# Room for a checkpoint, and `segment_end` or `closed`, at the end of a segment.
+_END_ROOM = 4096
+# What a held record counts for until it has its line, and each of its token ids.
+_HELD_BYTES = 2048
+_ID_BYTES = 4
+NEVER = 1 << 62
 _SEGMENT_KINDS = ("segment_end", "segment_start")
+# They never begin a segment: a checkpoint states the seq that it is at.
+_STAYING_KINDS = ("checkpoint", *_SEGMENT_KINDS)
 
 
 @dataclass(slots=True)
@@ -85,10 +91,18 @@ class Pending:
         self._segment = _Segment(0)
         self._before: tuple[str, dict[str, Any]] = "", {}
         self._items: deque[_Item] = deque()
+        self._held: list[_Item] = []
+        self._hold_at = NEVER
+        self._ended = False
         self._ticket = -1
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) + len(self._held)
+
+    @property
+    def next_seq(self) -> int:
+        """The seq of the record that is chained next."""
+        return self._chain.seq
 
     @property
     def last_ticket(self) -> int:
@@ -110,7 +124,10 @@ class Pending:
         """
         item = _Item(0, kind, members, ids, wall_ns, mono_ns)
         segment, chain = self._segment, self._chain
-        if ids is None and kind == "request" and segment.size < self._roomy_bytes:
+        if chain.seq >= self._hold_at:
+            self._held.append(item)
+            self.bytes += _held_bytes(item)
+        elif ids is None and kind == "request" and segment.size < self._roomy_bytes:
             # As nearly all: no ids, and room for the longest line there may be.
             item.seq = chain.seq
             line = item.line = chain.line(kind, members, wall_ns, mono_ns)
@@ -123,6 +140,39 @@ class Pending:
             self._place(item)
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
         return item.ticket
+
+    def hold(self, at: int | None = None) -> None:
+        """Chain no record of this seq or later until `release`; None: none at all from here on.
+
+        Held records wait in order, with their times. A checkpoint is of the records before it, all
+        durable: while they are synced, what comes is held, and is chained behind it.
+        """
+        self._hold_at = self._chain.seq if at is None else at
+
+    def release(
+        self, hold_at: int, checkpoint: dict[str, Any] | None, wall_ns: int, mono_ns: int
+    ) -> int:
+        """Chain the checkpoint, if there is one, then what was held; hold again from `hold_at`.
+
+        Returns how many held records no line holds; they are dropped.
+        """
+        held, self._held = self._held, []
+        refused = 0
+        if checkpoint is not None:
+            if held:
+                wall_ns, mono_ns = held[0].wall_ns, held[0].mono_ns  # times only grow in a chain
+            self._place(_Item(-1, "checkpoint", checkpoint, None, wall_ns, mono_ns))
+        self._hold_at = hold_at
+        for number, item in enumerate(held):
+            if self._chain.seq >= hold_at:
+                self._held = held[number:]
+                break
+            self.bytes -= _held_bytes(item)
+            try:
+                self._place(item)
+            except ValueError:
+                refused += 1
+        return refused
 
     def settle(self, records: int) -> None:
         """Forget the first `records`: they are durable."""
@@ -148,19 +198,23 @@ class Pending:
         return parts
 
     def chain_again(self, sealed: Sealed) -> None:
-        """Chain what is not durable into a new segment, behind the durable head."""
-        old = [item for item in self._items if item.kind not in _SEGMENT_KINDS]
+        """Chain what is not durable into a new segment, behind the durable head.
+
+        A checkpoint states its place, which is another now: it is left out.
+        """
+        old = [item for item in self._items if item.kind not in _STAYING_KINDS]
+        first = old[0] if old else self._items[0]
         self._items.clear()
-        self.bytes = 0
+        self.bytes = sum(_held_bytes(item) for item in self._held)
         self._chain.back_to(self.durable)
         if self.durable.seq == 0:
             self._segment = _Segment(0)  # not even genesis: nothing to follow
         elif sealed.size == 0:
             # The segment had nothing durable: its successor takes its name and its predecessor.
-            self._begin_segment(*self._before, old[0])
+            self._begin_segment(*self._before, first)
         else:
             more = {"sealed": {"size": sealed.size, "intact": sealed.intact}}
-            self._begin_segment(sealed.segment.name, more, old[0])
+            self._begin_segment(sealed.segment.name, more, first)
         for item in old:
             self._place(item)
 
@@ -172,7 +226,8 @@ class Pending:
         segment = self._segment
         limit = self._segment_bytes - _END_ROOM
         full = segment.size + len(item.line) > limit or segment.ids_size > limit
-        if full and segment.records > 1 and item.kind not in ("closed", *_SEGMENT_KINDS):
+        self._ended = self._ended or item.kind == "closed"
+        if full and segment.records > 1 and not (self._ended or item.kind in _STAYING_KINDS):
             chain.back_to(Head(seq, prev))
             self._roll(item)
             self._link(item)
@@ -245,6 +300,10 @@ class Pending:
 
     def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
         self._place(_Item(-1, kind, members, None, item.wall_ns, item.mono_ns))
+
+
+def _held_bytes(item: _Item) -> int:
+    return _HELD_BYTES + (_ID_BYTES * len(item.ids) if item.ids is not None else 0)
 
 
 def _part(run: list[_Item]) -> Part:

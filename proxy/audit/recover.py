@@ -18,6 +18,8 @@ from proxy.audit.layout import chain_dirs, is_locked, open_regular, segments
 if TYPE_CHECKING:
     from pathlib import Path
 
+# How far back a note is looked for: a segment holds many checkpoints, or the chain has none.
+_SEGMENTS_FOR_A_NOTE = 2
 _HEX = frozenset(b"0123456789abcdef")
 
 
@@ -31,6 +33,7 @@ class Tail:
     sha256: str
     last_seq: int
     last_mac: str
+    note_sha256: str | None = None
 
     def members(self, origin: str) -> dict[str, object]:
         """Return the members of the `recovered` record that declares this tail."""
@@ -52,14 +55,28 @@ class Survey:
     undeclared: tuple[tuple[str, Tail], ...] = ()
     prev_origin: str | None = None
     prev_size: int = 0
+    prev_note_sha256: str | None = None
 
 
-def linked_part(file: BinaryIO) -> tuple[int, str, int]:
-    """Return (records, last MAC, end offset) of the lines of a segment that link up.
+@dataclass(slots=True)
+class Linked:
+    """The lines of a segment that link up: how many, the last MAC, where they end.
+
+    `checkpoint` is the last of them that is one.
+    """
+
+    count: int = 0
+    mac: str = ""
+    end: int = 0
+    checkpoint: bytes = b""
+
+
+def linked_part(file: BinaryIO) -> Linked:
+    """Return the lines that link up.
 
     The first line is taken at its word; each later one must name the MAC before it.
     """
-    count, mac, end = 0, "", 0
+    part = Linked()
     while True:
         line = file.readline(LINE_BYTES + 1)
         # `"prev":"` with bare quotes occurs nowhere else: inside a string they are escaped.
@@ -71,10 +88,23 @@ def linked_part(file: BinaryIO) -> tuple[int, str, int]:
             or at < 0
             or not _HEX.issuperset(text)
         ):
-            return count, mac, end
-        if count and line[at + 8 : at + 72] != mac.encode():
-            return count, mac, end
-        count, mac, end = count + 1, text.decode(), end + len(line)
+            return part
+        if part.count and line[at + 8 : at + 72] != part.mac.encode():
+            return part
+        part.count += 1
+        part.mac = text.decode()
+        part.end += len(line)
+        if b'"kind":"checkpoint"' in line:
+            part.checkpoint = line
+
+
+def _note_sha256(line: bytes) -> str | None:
+    """Return the hash of a checkpoint record's note."""
+    try:
+        record = orjson.loads(line.partition(b"\t")[0])
+        return hashlib.sha256(record["note"].encode()).hexdigest()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def find_tail(chain: Path) -> Tail:
@@ -82,14 +112,18 @@ def find_tail(chain: Path) -> Tail:
     found = segments(chain)
     if not found:
         return Tail(f"{chain.name}/", 0, 0, hashlib.sha256().hexdigest(), -1, ZERO_MAC)
-    last_seq, last_mac, offset = -1, ZERO_MAC, 0
-    for first, path in reversed(found):
+    last_seq, last_mac, offset, note = -1, ZERO_MAC, 0, None
+    for behind, (first, path) in enumerate(reversed(found)):
+        if last_seq >= 0 and behind >= _SEGMENTS_FOR_A_NOTE:
+            break
         with open_regular(path) as file:
-            count, mac, end = linked_part(file)
+            part = linked_part(file)
         if path == found[-1][1]:
-            offset = end
-        if count:
-            last_seq, last_mac = first + count - 1, mac
+            offset = part.end
+        if part.count and last_seq < 0:
+            last_seq, last_mac = first + part.count - 1, part.mac
+        note = _note_sha256(part.checkpoint)
+        if note is not None:
             break
     path = found[-1][1]
     digest, length = hashlib.sha256(), 0
@@ -99,7 +133,7 @@ def find_tail(chain: Path) -> Tail:
             digest.update(block)
             length += len(block)
     name = f"{chain.name}/{path.name}"
-    return Tail(name, offset, length, digest.hexdigest(), last_seq, last_mac)
+    return Tail(name, offset, length, digest.hexdigest(), last_seq, last_mac, note)
 
 
 def _head(chain: Path) -> tuple[str, list[str]]:
@@ -166,4 +200,4 @@ def survey(parent: Path) -> Survey:
         return Survey(tuple(undeclared))
     origin, chain = last
     tail = tails.get(chain) or find_tail(chain)
-    return Survey(tuple(undeclared), origin, tail.last_seq + 1)
+    return Survey(tuple(undeclared), origin, tail.last_seq + 1, tail.note_sha256)

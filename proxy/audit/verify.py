@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.audit.chain import LINE_BYTES
-from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, MacKeys
+from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, MacKeys, Outside
 from proxy.audit.findings import ChainEnd, Finding, Place, Result
 from proxy.audit.ids import EMPTY_SHA256
 from proxy.audit.layout import chain_dirs, first_seq_of, ids_name, is_locked, open_regular, segments
+from proxy.audit.note import Keyset
 from proxy.audit.reader import stored_lines
 from proxy.audit.record import problem_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from proxy.audit.signed import Expected
 
 _BLOCK = 1 << 18
 # Directories below one without chains that are looked into for a hint.
@@ -42,6 +45,9 @@ class _Seen:
     truncated: bool
     start_gap: tuple[int, Place] | None
     prev: tuple[str, int] | None
+    prev_note: str | None
+    note: str | None
+    checkpoint_seq: int
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class _Run:
     live_ns: int | None
     since_ns: int | None
     progress: Callable[[int], None]
+    outside: Outside
     declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     pruned: dict[str, int] = field(default_factory=dict)
     seen: list[_Seen] = field(default_factory=list)
@@ -65,15 +72,23 @@ def verify_directory(
     live_now_ns: int | None = None,
     since_ns: int | None = None,
     progress: Callable[[int], None] = lambda _done: None,
+    pinned: Keyset | None = None,
+    expected: Sequence[Expected] = (),
 ) -> Result:
     """Verify a directory of chains, or one chain.
 
     Without `keys` links and form are checked, MACs not: the best verdict is then `ok_public`.
     `live_now_ns`, the wall clock, demands that open chains have a fresh last record. `since_ns`
     skips segments that ended before, but for each chain's last one. `progress` is told of bytes
-    read. Raises nothing for what it finds on disk: that is a finding, `io_error` included.
+    read. `pinned` are public keys of signers and witnesses; `expected` what others hold of chains
+    that must be here. Raises nothing for what it finds on disk: that is a finding, `io_error`
+    included.
     """
-    run = _Run(Result(keys is not None), keys, live_now_ns, since_ns, progress)
+    by_origin: dict[str, list[Expected]] = {}
+    for item in expected:
+        by_origin.setdefault(item.origin, []).append(item)
+    outside = Outside(pinned or Keyset(), by_origin, {})
+    run = _Run(Result(keys is not None), keys, live_now_ns, since_ns, progress, outside)
     try:
         alone = bool(segments(directory))
         chains = [directory] if alone else chain_dirs(directory)
@@ -143,7 +158,7 @@ def _declarations(chain: Path) -> list[dict[str, Any]]:
 
 
 def _check_chain(run: _Run, chain: Path, index: int) -> None:
-    check = ChainCheck(run.keys, index, run.result.add)
+    check = ChainCheck(run.keys, index, run.result.add, run.outside)
     declared = run.declared.get(chain.name, [])
     place = Place(f"{chain.name}/", 0)
     end = "truncated"
@@ -156,11 +171,23 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
         limit = files[-1][1].stat().st_size if locked and files else None
         for number in range(len(files)):
             place = _check_segment(run, check, chain, files, number, declared, limit)
+        check.signed.finish(check.next_seq, place)
         end = _end(run, check, place, declared, locked=locked)
     except OSError as problem:
         check.find("io_error", check.next_seq, _place_of(problem, chain, place), _reason(problem))
         end = "unknown"
-    run.result.chains.append(ChainEnd(chain.name, check.origin, check.records, end))
+    signed = check.signed
+    run.result.chains.append(
+        ChainEnd(
+            chain.name,
+            check.origin,
+            check.records,
+            end,
+            signed.signed_to,
+            signed.witnessed_to,
+            signed.signers,
+        )
+    )
     run.result.records += check.records
     for origin, upto in check.pruned:
         run.pruned[origin] = max(upto, run.pruned.get(origin, 0))
@@ -178,6 +205,9 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
             end in ("truncated", "unknown"),
             gap,
             (prev, check.genesis["prev_size"]) if isinstance(prev, str) else None,
+            check.genesis.get("prev_note_sha256"),
+            signed.note_sha256,
+            signed.checkpoint_seq,
         )
     )
 
@@ -380,6 +410,15 @@ def _check_across(run: _Run, *, alone: bool) -> None:
             note = f"its successor {seen.name} saw {size} records"
             place = Place(f"{before.name}/", 0)
             add(Finding("truncated", origin, before.size, place, note, before.index))
+        elif seen.prev_note is not None and before.note not in (seen.prev_note, None):
+            note = f"its last checkpoint is not the one its successor {seen.name} saw"
+            place = Place(f"{before.name}/", 0)
+            seq = before.checkpoint_seq
+            add(Finding("checkpoint_mismatch", origin, seq, place, note, before.index))
+    for origin, held in run.outside.expected.items():
+        size, source = max((item.size, item.source) for item in held)
+        if size and origin not in by_origin:
+            missing.setdefault(origin, (len(run.seen), f"{source} is of {size} records ({origin})"))
     for origin, (index, note) in missing.items():
         if origin not in run.pruned:
             add(Finding("truncated", origin, 0, nowhere, note, index))

@@ -5,6 +5,10 @@
 memory until it is durable, at most `PENDING_RECORDS` and `PENDING_BYTES` of them; beyond that
 records are lost, counted, and a `lost` record says so later.
 
+A checkpoint is signed in the sync thread, of all that is durable, in one go with the batch that
+makes it due; what is appended meanwhile is held for as long as that sync takes and chained behind
+it (`Pending.hold`), so a checkpoint at seq S states S records, every one of them durable.
+
 When a write fails, the same bytes are tried again every `RETRY_S`. When a sync fails, the file is
 sealed at its durable end and what was not durable is chained again into a new segment, so seq
 numbers of those records move by one; what `append` returned stays good for `durable`.
@@ -17,27 +21,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import os
 import queue
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from proxy.audit import ids as token_ids
-from proxy.audit.canonical import encode, fit
-from proxy.audit.chain import Alg, Chain
+from proxy.audit.canonical import fit
+from proxy.audit.chain import Chain
+from proxy.audit.checkpoint import Checkpointer, Signed
 from proxy.audit.disk import Committed, Disk, Part
 from proxy.audit.layout import chain_name, remote_filesystem
-from proxy.audit.pending import Pending
+from proxy.audit.note import NoteError
+from proxy.audit.pending import NEVER, Pending
 from proxy.audit.record import REQUIRED
 from proxy.audit.recover import survey
+from proxy.audit.setup import (
+    AuditError,
+    AuditStats,
+    AuditUnavailableError,
+    ChainConfig,
+    Losses,
+    checked,
+    genesis_members,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proxy.audit.ids import TokenIds
     from proxy.clock import Clock
 
 PENDING_RECORDS = 8192
@@ -49,92 +60,13 @@ LOST = -1
 
 # A start is not refused for these: the chain comes up unavailable and heals.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_LOST_OUTCOMES = 16
-
-
-class AuditError(Exception):
-    """The chain cannot be started, or was used wrongly; the text is for a person."""
-
-
-class AuditUnavailableError(Exception):
-    """The chain cannot be written now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChainConfig:
-    """What a chain is started with; sizes in bytes, times in the unit of their name.
-
-    `auditor_public` is a 32-byte X25519 key; `genesis` has at least `config_sha256` and `image`.
-    """
-
-    dir: Path
-    origin: str
-    seed_id: str
-    seed: bytes = field(repr=False)
-    alg: Alg
-    token_ids: TokenIds
-    auditor_public: bytes | None
-    on_failure: Literal["block", "degrade"]
-    flush_ms: int
-    flush_records: int
-    segment_bytes: int
-    heartbeat_s: int
-    genesis: dict[str, object]
-
-
-@dataclass(slots=True)
-class AuditStats:
-    """Plain counters for the metrics collector; `pending` is a level, `lost` a total."""
-
-    records: int = 0
-    bytes: int = 0
-    syncs: int = 0
-    sync_seconds_total: float = 0.0
-    lost: int = 0
-    pending: int = 0
-    failures: int = 0
-    head_seq: int = -1
-
-
-@dataclass(slots=True)
-class _Losses:
-    """What was dropped since the last `lost` record."""
-
-    count: int = 0
-    from_ns: int = 0
-    to_ns: int = 0
-    outcomes: dict[str, int] = field(default_factory=dict)
-
-    def add(self, outcome: str, now_ns: int) -> None:
-        """Count one record."""
-        self.count += 1
-        self.from_ns = self.from_ns or now_ns
-        self.to_ns = now_ns
-        if outcome not in self.outcomes and len(self.outcomes) >= _LOST_OUTCOMES:
-            outcome = "other"
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+# Records that may wait behind a checkpoint's worth of them before it is signed: the verifier takes
+# up to `checkpoint_records` + 256 unsigned ones at a chain's end.
+_UNSIGNED_SLACK = 192
 
 
 def _no_load() -> tuple[int, int]:
     return 0, 0
-
-
-def _checked(config: ChainConfig) -> ChainConfig:
-    if config.token_ids == "sealed":  # noqa: S105 - a mode
-        if config.auditor_public is None:
-            raise AuditError(
-                "token ids are sealed to the auditor, and no auditor key is there: give one "
-                "(auditor's public key in the key file) or set audit.token_ids to "
-                "commit, plain or off"
-            )
-        if not token_ids.usable_public(config.auditor_public):
-            raise AuditError("the auditor's public key is no usable X25519 key of 32 bytes")
-    if len(config.seed) != 32:
-        raise AuditError("a chain seed is 32 bytes")
-    missing = {"config_sha256", "image"} - config.genesis.keys()
-    if missing:
-        raise AuditError(f"genesis lacks {', '.join(sorted(missing))}")
-    return config
 
 
 class AuditWriter:
@@ -157,6 +89,9 @@ class AuditWriter:
         self._gauges = gauges
         self._pid = os.getpid()
         self._disk = Disk(chain_dir)
+        self._tree: Checkpointer | None = None
+        if config.signers:
+            self._tree = Checkpointer(config.origin, config.signers, config.witness)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
             origin=config.origin,
@@ -165,18 +100,22 @@ class AuditWriter:
             auditor_public=config.auditor_public,
             segment_bytes=config.segment_bytes,
         )
-        self._sent = 0
+        self._syncing = False
+        self._due = False  # a checkpoint, at the next flush
+        self._signing = False
+        self._checkpoint_seq = -1
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
         self._last_ns = 0
         self._available = True
         self._losing = False
-        self._losses = _Losses()
+        self._losses = Losses()
         self._loss_reason = ""
         self._closing = False
         self._drained: asyncio.Future[None] | None = None
-        self._jobs: queue.SimpleQueue[list[Part] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[Part], bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._sync_loop, name="audit-sync", daemon=True)
 
     @classmethod
@@ -193,7 +132,7 @@ class AuditWriter:
         are durable. Raises `AuditError`; but a full or failing disk gives a writer that is not
         `available` and heals by itself.
         """
-        _checked(config)
+        checked(config)
         try:
             config.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             remote = remote_filesystem(config.dir)
@@ -203,30 +142,23 @@ class AuditWriter:
         except OSError as problem:
             raise AuditError(f"audit directory {config.dir}: {problem}") from problem
         name = chain_name(clock.wall_ns(), os.urandom(4).hex())
-        self = cls(config, clock, loop, gauges, config.dir / name)
-        genesis: dict[str, Any] = {
-            "checkpoint_records": 1000,
-            "checkpoint_s": 10,
-            "heartbeat_s": config.heartbeat_s,
-            "required_signers": [],
-            "clock_source": "unknown",
-            "clock_bound_ms": -1,
-            **config.genesis,
-            "prev_size": found.prev_size,
-        }
-        if found.prev_origin is not None:
-            genesis["prev_origin"] = found.prev_origin
-        self._add("genesis", genesis)
+        try:
+            self = cls(config, clock, loop, gauges, config.dir / name)
+        except NoteError as problem:
+            raise AuditError(f"origin {config.origin!r}: {problem}") from None
+        self._add("genesis", genesis_members(config, found))
         for origin, tail in found.undeclared:
             self._add("recovered", tail.members(origin))
-        committed = self._disk.commit(self._pending.take())
+        committed, _ = self._commit(self._pending.take(), sign=False)
         if committed.error is not None and committed.error.errno not in _PASSING:
             self._disk.close()
             raise AuditError(f"audit directory {config.dir}: {committed.error}") from (
                 committed.error
             )
         self._thread.start()
-        self._done(committed)
+        self._pending.hold(self._unsigned_end())
+        self._await_checkpoint()
+        self._done(committed, None)
         self._beat()
         return self
 
@@ -296,6 +228,7 @@ class AuditWriter:
             self._heartbeat.cancel()
         in_flight, started = self._gauges()
         self._add("closed", {"in_flight": in_flight, "started_total": started})
+        self._due = self._tree is not None
         self._drained = self._loop.create_future()
         self._flush()
         try:
@@ -306,9 +239,10 @@ class AuditWriter:
                 f"{len(self._pending)} audit records could not be written before the end"
             ) from None
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            for timer in (self._timer, self._checkpoint_timer):
+                if timer is not None:
+                    timer.cancel()
+            self._timer = self._checkpoint_timer = None
             # The thread lets go of the files: it may be inside a write that hangs.
             self._jobs.put(None)
             await self._loop.run_in_executor(None, self._thread.join, CLOSE_S)
@@ -330,18 +264,10 @@ class AuditWriter:
             self._loss_reason = "queue_full"
 
     def _add_lost(self) -> None:
-        losses, reason = self._losses, self._loss_reason
-        self._losses, self._loss_reason = _Losses(), ""
-        self._add(
-            "lost",
-            {
-                "from": str(losses.from_ns),
-                "to": str(losses.to_ns),
-                "count": losses.count,
-                "reason": reason,
-                "outcomes": losses.outcomes,
-            },
-        )
+        losses = self._losses
+        losses.reason = self._loss_reason
+        self._losses, self._loss_reason = Losses(), ""
+        self._add("lost", losses.members())
 
     def _add(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
         wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
@@ -356,9 +282,9 @@ class AuditWriter:
     # Flushing, and what comes back.
 
     def _schedule(self) -> None:
-        if self._sent or not self._available:
+        if self._syncing or not self._available:
             return  # what comes back from the disk starts the next flush
-        if len(self._pending) >= self._config.flush_records:
+        if self._due or len(self._pending) >= self._config.flush_records:
             self._flush()
         elif self._timer is None and self._pending:
             self._timer = self._loop.call_later(self._config.flush_ms / 1000, self._flush)
@@ -367,21 +293,73 @@ class AuditWriter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._pending and not self._sent:
-            self._sent = len(self._pending)
-            self._jobs.put(self._pending.take())
+        if self._syncing or not (self._pending or self._due):
+            return
+        unsigned = self._pending.next_seq - self._checkpoint_seq - 1
+        sign = self._tree is not None and (self._due or unsigned >= self._config.checkpoint_records)
+        self._syncing = True
+        if sign:
+            self._due, self._signing = False, True
+            self._pending.hold()
+        elif unsigned:
+            self._await_checkpoint()
+        self._jobs.put((self._pending.take(), sign))
+
+    def _await_checkpoint(self) -> None:
+        if self._tree is not None and self._checkpoint_timer is None:
+            seconds = self._config.checkpoint_s
+            self._checkpoint_timer = self._loop.call_later(seconds, self._checkpoint_due)
+
+    def _checkpoint_due(self) -> None:
+        self._checkpoint_timer = None
+        self._due = True
+        self._schedule()
 
     def _sync_loop(self) -> None:
-        while (parts := self._jobs.get()) is not None:
-            committed = self._disk.commit(parts)
-            del parts
+        while (job := self._jobs.get()) is not None:
+            parts, sign = job
+            committed, signed = self._commit(parts, sign=sign)
+            del parts, job
             with contextlib.suppress(RuntimeError):  # the loop is gone
-                self._loop.call_soon_threadsafe(self._done, committed)
+                self._loop.call_soon_threadsafe(self._done, committed, signed)
         self._disk.close()
 
-    def _done(self, committed: Committed) -> None:
+    def _commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
+        """Write, sync, and sign what is durable then; in the sync thread."""
+        committed = self._disk.commit(parts)
+        if self._tree is None:
+            return committed, None
+        self._tree.add(parts, committed.records)
+        return committed, self._tree.sign() if sign and committed.error is None else None
+
+    def _place_checkpoint(self, signed: Signed | None) -> None:
+        """Chain the checkpoint that was asked for, then what was held behind it."""
+        self._signing = False
+        members = None
+        if signed is None:
+            self._due = True
+        else:
+            assert signed.size == self._pending.next_seq
+            members = fit(signed.members(*self._gauges()))
+            self._checkpoint_seq = self.stats.checkpoint_seq = signed.size
+            self.stats.checkpoints += 1
+            self._last_ns = self._clock.mono_ns()
+            if self._checkpoint_timer is not None:
+                self._checkpoint_timer.cancel()
+                self._checkpoint_timer = None
+        wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
+        refused = self._pending.release(self._unsigned_end(), members, wall_ns, mono_ns)
+        self.stats.failures += refused
+
+    def _unsigned_end(self) -> int:
+        """Return the first seq that must wait for a checkpoint."""
+        if self._tree is None:
+            return NEVER
+        return self._checkpoint_seq + 1 + self._config.checkpoint_records + _UNSIGNED_SLACK
+
+    def _done(self, committed: Committed, signed: Signed | None) -> None:
         """Take the result of a commit: move the durable head, then go on, retry or seal."""
-        self._sent = 0
+        self._syncing = False
         stats = self.stats
         self._pending.settle(committed.records)
         stats.records += committed.records
@@ -396,6 +374,10 @@ class AuditWriter:
                 self._loss_reason = errno.errorcode.get(committed.error.errno or 0, "io_error")
             if committed.sealed is not None:
                 self._pending.chain_again(committed.sealed)
+                # A checkpoint that was not durable is left out; the next stands right behind.
+                self._due = self._tree is not None
+        if self._signing:
+            self._place_checkpoint(signed)
         stats.pending = len(self._pending)
         self._wake(failed=not self._available)
         if not self._available:
@@ -406,7 +388,7 @@ class AuditWriter:
             self._add_lost()
         if self._drained is None:
             self._schedule()
-        elif self._pending:
+        elif self._pending or self._due:
             self._flush()
         elif not self._drained.done():
             self._drained.set_result(None)
@@ -437,8 +419,3 @@ class AuditWriter:
                 self.append("heartbeat", load)
             quiet = 0.0
         self._heartbeat = self._loop.call_later(max(0.01, every - quiet), self._beat)
-
-
-def config_digest(settings: dict[str, Any]) -> str:
-    """Return `config_sha256` of plain settings (secrets masked), for the genesis."""
-    return hashlib.sha256(encode(fit(settings))).hexdigest()

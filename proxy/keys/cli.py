@@ -12,9 +12,12 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from proxy.keys.file import KeyFile
 
 EXIT_BAD_INPUT = 2
 EXIT_IO = 3
@@ -150,6 +153,7 @@ def show(file: Path, as_json: bool) -> None:
         "chain_seed_ids": [seed_id for seed_id, _ in contents.chain_seeds],
         "auditor_public": contents.auditor_public.hex() if contents.auditor_public else None,
         "auditor_private": "present" if contents.auditor_private else None,
+        "public_keys": public_lines(contents),
     }
     if as_json:
         click.echo(json.dumps(facts))
@@ -167,6 +171,40 @@ def show(file: Path, as_json: bool) -> None:
         click.echo(f"auditor public  {contents.auditor_public.hex()}")
     if contents.auditor_private:
         click.echo("auditor private present")
+    for line in public_lines(contents):
+        click.echo(f"checkpoints by  {line}")
+
+
+@keys.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def public(file: Path) -> None:
+    """Print the public keys that checkpoints of the audit log are verified with, a line each.
+
+    These lines are no secret: give them to whoever checks proofs or an exported bundle.
+    """
+    from proxy.keys.file import KeyFileError, read
+
+    try:
+        contents = read(file)
+    except KeyFileError as problem:
+        _fail(str(problem), EXIT_BAD_INPUT)
+    except OSError as problem:
+        _fail(f"{file}: {problem.strerror}", EXIT_IO)
+    lines = public_lines(contents)
+    if not lines:
+        _fail(f"{file}: no keys of checkpoints in it", EXIT_BAD_INPUT)
+    for line in lines:
+        click.echo(line)
+
+
+def public_lines(contents: KeyFile) -> list[str]:
+    """Return the public keys of checkpoints that a key file holds or signs with."""
+    from proxy.audit.signing import NoteSigner
+
+    return [
+        *contents.verify_keys,
+        *(NoteSigner(*row).key.line() for row in contents.checkpoint_keys),
+    ]
 
 
 def state(not_before_ms: int, not_after_ms: int, now_ms: int) -> str:

@@ -54,6 +54,12 @@ class _SeedRow(msgspec.Struct, forbid_unknown_fields=True):
     seed: str
 
 
+class _SignerRow(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    scheme: str
+    private: str
+
+
 class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     role: str
@@ -62,11 +68,17 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     chain_seeds: list[_SeedRow] = []
     auditor_public: str = ""
     auditor_private: str = ""
+    checkpoint_keys: list[_SignerRow] = []
+    verify_keys: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeyFile:
-    """A key file's contents. `chain_seeds` in order of issue: the last one is in use."""
+    """A key file's contents. `chain_seeds` in order of issue: the last one is in use.
+
+    `checkpoint_keys` (name, scheme, private) sign every checkpoint, all of them; `verify_keys` are
+    the public keys of signers and witnesses, as lines of the signed-note format.
+    """
 
     role: str
     envelope_keys: tuple[EnvelopeKey, ...]
@@ -74,6 +86,8 @@ class KeyFile:
     chain_seeds: tuple[tuple[str, bytes], ...]
     auditor_public: bytes | None
     auditor_private: bytes | None
+    checkpoint_keys: tuple[tuple[str, str, bytes], ...] = ()
+    verify_keys: tuple[str, ...] = ()
 
 
 class FileProvider:
@@ -101,6 +115,10 @@ class FileProvider:
     def auditor_public(self) -> bytes | None:
         """See `KeyProvider.auditor_public`."""
         return self._file.auditor_public
+
+    def checkpoint_keys(self) -> tuple[tuple[str, str, bytes], ...]:
+        """See `KeyProvider.checkpoint_keys`."""
+        return self._file.checkpoint_keys
 
 
 def read(path: Path) -> KeyFile:
@@ -165,6 +183,11 @@ def parse(path: Path, data: bytes) -> KeyFile:
             ),
             auditor_public=_optional("auditor_public", document.auditor_public),
             auditor_private=_optional("auditor_private", document.auditor_private),
+            checkpoint_keys=tuple(
+                (row.name, row.scheme, _secret(f"checkpoint_keys[{i}].private", row.private))
+                for i, row in enumerate(document.checkpoint_keys)
+            ),
+            verify_keys=tuple(document.verify_keys),
         )
     except KeyringError as problem:
         raise KeyFileError(f"{path}: {problem}") from None
@@ -267,5 +290,10 @@ def encode(file: KeyFile) -> bytes:
         chain_seeds=[_SeedRow(id=seed_id, seed=seed.hex()) for seed_id, seed in file.chain_seeds],
         auditor_public=file.auditor_public.hex() if file.auditor_public else "",
         auditor_private=file.auditor_private.hex() if file.auditor_private else "",
+        checkpoint_keys=[
+            _SignerRow(name=name, scheme=scheme, private=private.hex())
+            for name, scheme, private in file.checkpoint_keys
+        ],
+        verify_keys=list(file.verify_keys),
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

@@ -46,11 +46,14 @@ def issue(
 
     `random(n)` gives n bytes from the operating system. `before` is the auditor's file that these
     keys follow: what records already written need stays (its chain seeds, the tenants' prompt keys,
-    the auditor's pair), the envelope key and the chain seed in use are fresh.
+    the auditor's pair, the public keys of checkpoints), the envelope key, the chain seed in use and
+    the key that signs checkpoints are fresh.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - issuing only
         X25519PrivateKey,
     )
+
+    from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - issuing only
 
     key = EnvelopeKey(
         kid=random(8),
@@ -71,10 +74,12 @@ def issue(
     seeds = (*before.chain_seeds, seed) if before else (seed,)
     private = (before.auditor_private if before else None) or random(32)
     public = X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    signs = (f"tongguan-{random(4).hex()}", "ed25519", random(32))
+    lines = (*(before.verify_keys if before else ()), NoteSigner(*signs).key.line())
     return {
-        "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None),
+        "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None, (signs,)),
         "client": KeyFile("client", (key,), {}, (), None, None),
-        "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private),
+        "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private, (), lines),
     }
 
 

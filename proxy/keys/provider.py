@@ -30,3 +30,7 @@ class KeyProvider(Protocol):
     def auditor_public(self) -> bytes | None:
         """Return the auditor's X25519 public key, 32 raw bytes, or None."""
         ...
+
+    def checkpoint_keys(self) -> tuple[tuple[str, str, bytes], ...]:
+        """Return (name, scheme, private key) of everyone who signs checkpoints."""
+        ...

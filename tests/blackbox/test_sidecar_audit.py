@@ -262,7 +262,7 @@ def test_crash_under_load_is_declared_by_the_next_start(tmp_path, upstream, keys
             threads = [threading.Thread(target=load, args=(sidecar, stop, counts)) for _ in "1234"]
             for thread in threads:
                 thread.start()
-            until(lambda n=counts, c=crash: len(n) > 100 + 37 * c, "some load")
+            until(lambda n=counts, c=crash: len(n) > 400 + 37 * c, "some load")
             sidecar.kill()
             stop.set()
             for thread in threads:

@@ -51,7 +51,7 @@ def test_verify_says_ok_and_where_each_chain_ended(directory, keys):
     assert result.stdout.startswith("audit ok\n")
     assert "6 records, closed" in result.stdout
     assert "  1 chain, 6 records; MACs checked\n" in result.stdout
-    assert "signed" not in result.stdout
+    assert "6 records, closed, not signed\n" in result.stdout
     assert json.loads(_run("verify", directory, "--json").stdout)["signed_to"] is None
 
 

@@ -1,0 +1,150 @@
+"""What a chain is started with, and what its writer counts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from proxy.audit import ids as token_ids
+from proxy.audit.canonical import encode, fit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from proxy.audit.chain import Alg
+    from proxy.audit.checkpoint import Witness
+    from proxy.audit.ids import TokenIds
+    from proxy.audit.recover import Survey
+    from proxy.audit.signing import NoteSigner
+
+CHECKPOINT_RECORDS = 1000
+CHECKPOINT_S = 10
+_LOST_OUTCOMES = 16
+
+
+class AuditError(Exception):
+    """The chain cannot be started, or was used wrongly; the text is for a person."""
+
+
+class AuditUnavailableError(Exception):
+    """The chain cannot be written now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainConfig:
+    """What a chain is started with; sizes in bytes, times in the unit of their name.
+
+    `auditor_public` is a 32-byte X25519 key; `genesis` has at least `config_sha256` and `image`.
+    All `signers` sign every checkpoint; without one there are none.
+    """
+
+    dir: Path
+    origin: str
+    seed_id: str
+    seed: bytes = field(repr=False)
+    alg: Alg
+    token_ids: TokenIds
+    auditor_public: bytes | None
+    on_failure: Literal["block", "degrade"]
+    flush_ms: int
+    flush_records: int
+    segment_bytes: int
+    heartbeat_s: int
+    genesis: dict[str, object]
+    signers: tuple[NoteSigner, ...] = ()
+    witness: Witness | None = None
+    checkpoint_records: int = CHECKPOINT_RECORDS
+    checkpoint_s: int = CHECKPOINT_S
+
+
+@dataclass(slots=True)
+class AuditStats:
+    """Plain counters for the metrics collector; `pending` is a level, `lost` a total.
+
+    `checkpoint_seq` is the seq of the last checkpoint, -1 where there is none.
+    """
+
+    records: int = 0
+    bytes: int = 0
+    syncs: int = 0
+    sync_seconds_total: float = 0.0
+    lost: int = 0
+    pending: int = 0
+    failures: int = 0
+    head_seq: int = -1
+    checkpoints: int = 0
+    checkpoint_seq: int = -1
+
+
+@dataclass(slots=True)
+class Losses:
+    """What was dropped since the last `lost` record."""
+
+    count: int = 0
+    from_ns: int = 0
+    to_ns: int = 0
+    reason: str = ""
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: str, now_ns: int) -> None:
+        """Count one record."""
+        self.count += 1
+        self.from_ns = self.from_ns or now_ns
+        self.to_ns = now_ns
+        if outcome not in self.outcomes and len(self.outcomes) >= _LOST_OUTCOMES:
+            outcome = "other"
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def members(self) -> dict[str, Any]:
+        """Return the members of the `lost` record."""
+        return {
+            "from": str(self.from_ns),
+            "to": str(self.to_ns),
+            "count": self.count,
+            "reason": self.reason,
+            "outcomes": self.outcomes,
+        }
+
+
+def checked(config: ChainConfig) -> ChainConfig:
+    """Return the config; raises `AuditError` for what no chain can be started with."""
+    if config.token_ids == "sealed":  # noqa: S105 - a mode
+        if config.auditor_public is None:
+            raise AuditError(
+                "token ids are sealed to the auditor, and no auditor key is there: give one "
+                "(auditor's public key in the key file) or set audit.token_ids to "
+                "commit, plain or off"
+            )
+        if not token_ids.usable_public(config.auditor_public):
+            raise AuditError("the auditor's public key is no usable X25519 key of 32 bytes")
+    if len(config.seed) != 32:
+        raise AuditError("a chain seed is 32 bytes")
+    missing = {"config_sha256", "image"} - config.genesis.keys()
+    if missing:
+        raise AuditError(f"genesis lacks {', '.join(sorted(missing))}")
+    return config
+
+
+def genesis_members(config: ChainConfig, found: Survey) -> dict[str, Any]:
+    """Return the members of the genesis record behind what lies on the volume."""
+    genesis: dict[str, Any] = {
+        "clock_source": "unknown",
+        "clock_bound_ms": -1,
+        **config.genesis,
+        "checkpoint_records": config.checkpoint_records,
+        "checkpoint_s": config.checkpoint_s,
+        "heartbeat_s": config.heartbeat_s,
+        "required_signers": [signer.key.line() for signer in config.signers],
+        "prev_size": found.prev_size,
+    }
+    if found.prev_origin is not None:
+        genesis["prev_origin"] = found.prev_origin
+    if found.prev_note_sha256 is not None:
+        genesis["prev_note_sha256"] = found.prev_note_sha256
+    return genesis
+
+
+def config_digest(settings: dict[str, Any]) -> str:
+    """Return `config_sha256` of plain settings (secrets masked), for the genesis."""
+    return hashlib.sha256(encode(fit(settings))).hexdigest()

@@ -1,0 +1,238 @@
+"""What is signed of a chain under verification: its tree, its checkpoints, its witness.
+
+Pure. Lines in, findings out through the caller; memory is the tree's frontier and the roots of the
+last `_ROOTS_KEPT` checkpoints. Keys are *pinned* (given by who verifies) or only *declared* (in the
+chain's own genesis): a chain whose keys are declared by itself alone proves that it is of one
+piece, not whose it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from proxy.audit.note import (
+    COSIGNATURE,
+    ED25519,
+    SM2,
+    Keyset,
+    NoteError,
+    PublicKey,
+    parse_checkpoint,
+    parse_key,
+    parse_note,
+)
+from proxy.audit.tree import ProofError, Range, from_frontier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.audit.findings import Place
+
+UNSIGNED_SLACK = 256
+_LEAVES_AT_ONCE = 512
+_ROOTS_KEPT = 1024
+# checkpoint_s is 10: the 30 s that may lie unsigned at a chain's end.
+_UNSIGNED_INTERVALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What somebody else holds of a chain: a size and its root, and whose word it is."""
+
+    origin: str
+    size: int
+    root: bytes
+    source: str
+
+
+class SignedCheck:
+    """See the module. `find(class, seq, place, note)` takes findings."""
+
+    __slots__ = (
+        "_bound",
+        "_find",
+        "_first_ns",
+        "_interval_ns",
+        "_known",
+        "_last_ns",
+        "_leaves",
+        "_mismatched",
+        "_pinned",
+        "_required",
+        "_roots",
+        "_signers_known",
+        "_tree",
+        "_waiting",
+        "checkpoint_seq",
+        "note_sha256",
+        "signed_to",
+        "witnessed_to",
+    )
+
+    def __init__(
+        self,
+        pinned: Keyset,
+        find: Callable[[str, int, Place, str], None],
+    ) -> None:
+        self.signed_to = -1
+        self.witnessed_to = -1
+        self.checkpoint_seq = -1
+        self.note_sha256: str | None = None
+        self._pinned = pinned
+        self._find = find
+        self._waiting: deque[Expected] = deque()
+        self._tree = Range()
+        self._known = True
+        self._leaves: list[bytes] = []
+        self._required: list[PublicKey] = []
+        self._signers_known = False
+        self._roots: deque[tuple[int, bytes]] = deque(maxlen=_ROOTS_KEPT)
+        self._mismatched: list[Expected] = []
+        self._bound = UNSIGNED_SLACK
+        self._interval_ns = 0
+        self._first_ns: int | None = None
+        self._last_ns = 0
+
+    @property
+    def required(self) -> bool:
+        """Whether the chain promised checkpoints."""
+        return bool(self._required)
+
+    def expect(self, expected: Sequence[Expected]) -> None:
+        """Compare the tree with what others hold of it, when it has grown so far."""
+        self._waiting = deque(sorted(expected, key=lambda e: e.size))
+
+    def skip_to(self, size: int, frontier: Sequence[bytes] | None) -> None:
+        """Begin at `size`; without a frontier no root can be checked."""
+        self._known = frontier is not None
+        if frontier is None:
+            self._tree = Range(size)
+            return
+        try:
+            self._tree = from_frontier(size, frontier)
+        except ProofError:
+            self._known = False
+
+    def add(self, line: bytes) -> None:
+        """Take a stored line without its newline, whatever it is."""
+        self._leaves.append(hashlib.sha256(b"\0" + line).digest())
+        if len(self._leaves) >= _LEAVES_AT_ONCE:
+            self._grow()
+
+    def _grow(self) -> None:
+        leaves = self._leaves
+        self._leaves = []
+        while self._waiting and self._waiting[0].size <= self._tree.end + len(leaves):
+            cut = max(0, self._waiting[0].size - self._tree.end)
+            self._tree.extend(leaves[:cut])
+            del leaves[:cut]
+            self._compare(self._waiting.popleft())
+        self._tree.extend(leaves)
+
+    def _compare(self, expected: Expected) -> None:
+        if self._known and expected.size == self._tree.end and self._tree.root() != expected.root:
+            self._mismatched.append(expected)
+
+    def saw(self, kind: str, mono_ns: int) -> None:
+        """Take a record that holds."""
+        if self._first_ns is None and kind != "checkpoint":
+            self._first_ns = mono_ns
+        self._last_ns = mono_ns
+
+    def genesis(self, record: dict[str, Any], place: Place) -> None:
+        """Take the chain's first record: who must sign, and how often."""
+        try:
+            self._required = [parse_key(line) for line in record["required_signers"]]
+        except (NoteError, AttributeError, TypeError) as problem:
+            self._find("malformed", 0, place, f"required_signers: {problem}")
+            return
+        self._bound = record["checkpoint_records"] + UNSIGNED_SLACK
+        self._interval_ns = _UNSIGNED_INTERVALS * max(1, record["checkpoint_s"]) * 10**9
+        pinned = self._pinned.of_kind(ED25519, SM2)
+        unknown = [key.name for key in self._required if key not in self._pinned]
+        self._signers_known = not unknown
+        if pinned and unknown:
+            self._find("key_unknown", 0, place, f"no public key given for signer {unknown[0]}")
+
+    def checkpoint(self, record: dict[str, Any], seq: int, place: Place) -> None:
+        """Take a `checkpoint` record, before its own line is added."""
+        self._grow()
+        if not self._required or not self._known:
+            return
+        try:
+            problem = self._problem(record, seq)
+        except NoteError as fault:
+            problem = f"note: {fault}"
+        if problem:
+            self._find("checkpoint_mismatch", seq, place, problem)
+            # From here on the tree is another one than was signed; it is said once.
+            self._known = False
+            return
+        self.signed_to, self.checkpoint_seq = seq - 1, seq
+        self._first_ns = None
+        self.note_sha256 = hashlib.sha256(record["note"].encode()).hexdigest()
+        self._roots.append((seq, self._tree.root()))
+        cosigned = record.get("cosigned")
+        if isinstance(cosigned, str):
+            self._cosigned(cosigned, seq, place)
+
+    def _problem(self, record: dict[str, Any], seq: int) -> str:
+        note = parse_note(record["note"])
+        stated = parse_checkpoint(note.text)
+        if stated.origin != record["origin"]:
+            return "the checkpoint is of another chain"
+        if stated.size != seq:
+            return f"a checkpoint of {stated.size} records at seq {seq}"
+        if self._tree.end != seq or self._tree.root() != stated.root:
+            return "the records before it are not the ones that were signed"
+        missing = set(self._required) - Keyset(self._required).signers(note)
+        names = sorted(key.name for key in missing)
+        return f"no valid signature of {names[0]}" if names else ""
+
+    def _cosigned(self, text: str, seq: int, place: Place) -> None:
+        try:
+            note = parse_note(text)
+            stated = parse_checkpoint(note.text)
+        except NoteError as problem:
+            self._find("checkpoint_mismatch", seq, place, f"cosigned: {problem}")
+            return
+        known = dict(self._roots).get(stated.size)
+        if known is not None and known != stated.root:
+            self._find("checkpoint_mismatch", seq, place, "cosigned: another root of that size")
+        witnesses = self._pinned.of_kind(COSIGNATURE)
+        if known == stated.root and witnesses and Keyset(witnesses).signers(note):
+            self.witnessed_to = max(self.witnessed_to, stated.size - 1)
+
+    @property
+    def signers(self) -> str:
+        """Whose keys the signatures were checked with: pinned, declared or none."""
+        if not self._required:
+            return "none"
+        return "pinned" if self._signers_known else "declared"
+
+    def finish(self, next_seq: int, place: Place) -> None:
+        """Take the end of the chain: what is unsigned, and what others hold of it."""
+        self._grow()
+        for expected in self._mismatched:
+            signed_too = self._signers_known and self.signed_to >= expected.size - 1
+            cls = "fork" if signed_too else "checkpoint_mismatch"
+            note = f"another history than {expected.source} of {expected.size} records"
+            self._find(cls, expected.size - 1, place, note)
+        for expected in self._waiting:
+            note = f"{expected.source} is of {expected.size} records"
+            self._find("truncated", next_seq, place, note)
+        pinned = self._pinned.of_kind(ED25519, SM2)
+        if not self._known or not (self._required or pinned):
+            return
+        first = self.signed_to + 1
+        quiet_ns = self._last_ns - self._first_ns if self._first_ns is not None else 0
+        late = self._interval_ns and quiet_ns > self._interval_ns
+        if next_seq - first > self._bound or late:
+            seq = max(first, self.checkpoint_seq + 1)
+            note = (
+                f"{next_seq - first} records behind the last checkpoint, over {quiet_ns // 10**9} s"
+            )
+            self._find("unsigned_range", seq, place, note)
