@@ -10,7 +10,7 @@ import resource
 import sys
 
 from proxy.config import Settings, read
-from proxy.settings import SettingsError, service_variables
+from proxy.settings import SettingsError, StartError, service_variables
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 
@@ -39,7 +39,7 @@ def serve(settings: Settings, path: str | None) -> int:
     """Run a sidecar until a signal; return the exit code."""
     import uvloop  # noqa: PLC0415 - `--help` has no use for it
 
-    from proxy.lifecycle import Sidecar, StartError  # noqa: PLC0415
+    from proxy.lifecycle import Sidecar  # noqa: PLC0415
     from proxy.reload import Source  # noqa: PLC0415
 
     logging.basicConfig(

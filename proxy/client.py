@@ -71,7 +71,9 @@ class AnswerError(httpx.RemoteProtocolError):
 class _Channel:
     """The client's keys and how it seals; shared by both transports."""
 
-    def __init__(self, keys: str | Path | EnvelopeKey, *, mac: bool, qos: str | None) -> None:
+    def __init__(
+        self, keys: str | Path | EnvelopeKey, *, mac: bool, sign: bool, qos: str | None
+    ) -> None:
         if isinstance(keys, EnvelopeKey):
             self._ring = Keyring([keys])
         else:
@@ -80,11 +82,13 @@ class _Channel:
                 raise KeyFileError(f"{keys}: made for the {file.role}, not for a client")
             self._ring = Keyring(file.envelope_keys)
         self._mac = mac
+        self._sign = sign
         self._qos = qos or ""
 
     def seal(self, request: httpx.Request, body: bytes) -> tuple[httpx.Request, RequestSealer]:
         """Return the request to send instead, and what its answer is opened with."""
         now_ms = time.time_ns() // 1_000_000
+        self._ring.drop_expired(now_ms)
         derived = self._ring.sealing_key(now_ms)
         if derived is None:
             raise SealError(
@@ -105,6 +109,7 @@ class _Channel:
                 mac=self._mac,
                 nonce=os.urandom(NONCE_BYTES),
                 now_ms=now_ms,
+                signer=derived.signer() if self._sign else None,
             )
             wire = _seal_body(sealer, prelude, body)
         except BodyError as problem:
@@ -269,8 +274,9 @@ class _OpenedAsyncStream(httpx.AsyncByteStream):
 class Sm4Transport(httpx.BaseTransport):
     """Seals requests and opens answers, below `httpx.Client`.
 
-    `keys` is a client's key file (mode 0600) or a key; `mac` adds an SM3-HMAC; `qos` is the class
-    of requests without `X-QoS-Class`; `transport` carries the envelopes (default: plain HTTP).
+    `keys` is a client's key file (mode 0600) or a key; `mac` adds an SM3-HMAC; `sign` signs where
+    the key has a private key for it; `qos` is the class of requests without `X-QoS-Class`;
+    `transport` carries the envelopes (default: plain HTTP).
     Raises `KeyFileError` or OSError when made, `SealError` and `AnswerError` when used.
     """
 
@@ -279,10 +285,11 @@ class Sm4Transport(httpx.BaseTransport):
         keys: str | Path | EnvelopeKey,
         *,
         mac: bool = False,
+        sign: bool = True,
         transport: httpx.BaseTransport | None = None,
         qos: str | None = None,
     ) -> None:
-        self._channel = _Channel(keys, mac=mac, qos=qos)
+        self._channel = _Channel(keys, mac=mac, sign=sign, qos=qos)
         self._transport = transport or httpx.HTTPTransport(trust_env=False)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -333,10 +340,11 @@ class AsyncSm4Transport(httpx.AsyncBaseTransport):
         keys: str | Path | EnvelopeKey,
         *,
         mac: bool = False,
+        sign: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
         qos: str | None = None,
     ) -> None:
-        self._channel = _Channel(keys, mac=mac, qos=qos)
+        self._channel = _Channel(keys, mac=mac, sign=sign, qos=qos)
         self._transport = transport or httpx.AsyncHTTPTransport(trust_env=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

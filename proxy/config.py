@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Mapping  # noqa: TC003 - read at run time by get_type_hints
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
@@ -135,7 +136,20 @@ class Envelope:
     unverified_bytes: int = setting(64 << 20, "unverified sealed bodies together", ge=1 << 20)
     replay_entries: int = setting(1 << 20, "replay cache, all kids", ge=1)
     replay_entries_per_kid: int = setting(1 << 18, "replay cache, one kid", ge=1)
+    signature_queue: int = setting(
+        256, "signatures waiting to be verified; beyond it 503 envelope_busy", ge=1, le=65536
+    )
     progress_s: float = setting(5.0, "a sealed body without progress is refused", ge=0.1)
+    replay_store: Literal["memory", "redis"] = setting(
+        "memory", "who remembers envelopes; redis for replicas that share one audience"
+    )
+    replay_store_url: str = setting(
+        "redis://127.0.0.1:6379/0", "redis:// or rediss://host:port/db, or unix:///path"
+    )
+    replay_store_password_file: str = setting("", "file that holds the store's password")
+    replay_store_timeout_s: float = setting(
+        0.5, "a store that answers later is lost: sealed requests are refused", ge=0.01, le=10
+    )
     state_dir: str = setting("", "volume for the first-start marker; empty: always fence")
     sm4_tier: str = setting("auto", "what does SM4's work: auto, a tier, or cryptography")
 
@@ -246,6 +260,7 @@ def cross_check(settings: Settings) -> list[str]:
                 split_address(address)
             except ValueError as problem:
                 problems.append(f"doors.{name}: {problem}")
+    problems.extend(_store_problems(settings.envelope))
     for name in ("dedicated", "shared", "best_effort"):
         pool: Pool = getattr(settings.pools, name)
         if not _FIELD_VALUE.fullmatch(pool.host):
@@ -258,6 +273,15 @@ def cross_check(settings: Settings) -> list[str]:
             except ValueError as problem:
                 problems.append(f"pools.{name}.endpoints: {problem}")
     return problems
+
+
+def _store_problems(envelope: Envelope) -> list[str]:
+    name, url = "envelope.replay_store_url", urlsplit(envelope.replay_store_url)
+    if url.scheme not in {"redis", "rediss", "unix"} or not (url.hostname or url.path):
+        return [f"{name}: expected redis://, rediss:// or unix://"]
+    if url.password is not None or "password" in url.query:
+        return [f"{name}: no password in here; use envelope.replay_store_password_file"]
+    return []
 
 
 def split_address(address: str) -> tuple[str, int]:

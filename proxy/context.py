@@ -23,7 +23,8 @@ from proxy.observe import Observing
 from proxy.qos.classes import CLASSES, POOL_OF
 from proxy.qos.pools import Ejection, Endpoint, PoolState
 from proxy.retry import Retries
-from proxy.sm4.receiver import Budget
+from proxy.sm4.budget import Budget
+from proxy.verifying import SignatureWorker
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from proxy.qos.classes import PoolName
     from proxy.recorder import Recorder
     from proxy.reload import Loaded
+    from proxy.sharing import SharedReplay
     from proxy.sm4.receiver import Receiver
 
 POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
@@ -118,6 +120,8 @@ class Context:
         self.audit: AuditWriter | None = None
         self.recorder: Recorder | None = None
         self.budget = Budget(settings.envelope.unverified_bytes)
+        self.signatures = SignatureWorker(loop, settings.envelope.signature_queue)
+        self.shared_replay: SharedReplay | None = None
         self.observing = Observing(
             enabled=False,
             plain_hashes=settings.audit.prompt_hash_mode == "plain",
@@ -149,6 +153,7 @@ class Context:
         receiver = self.receiver
         if receiver is not None and keys is not None:
             receiver.keyring.replace(keys.envelope_keys())
+            keys.forget_envelope_keys()
             receiver.max_body_bytes = settings.limits.body_bytes
         made.keys = keys
         made._take_over(self, loaded)
@@ -165,6 +170,8 @@ class Context:
         self.audit = before.audit
         self.recorder = before.recorder
         self.budget = before.budget
+        self.signatures = before.signatures
+        self.shared_replay = before.shared_replay
         self.observing = before.observing
         self.observing.event_bytes = self.settings.limits.event_bytes
         self.draining = before.draining

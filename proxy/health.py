@@ -69,6 +69,8 @@ class Health:
         left_ms = self.fence_until_ms - self._clock.wall_ms()
         if context.receiver is not None and left_ms >= 0:
             reasons.append(f"start_fence_ms={left_ms}")
+        if context.shared_replay is not None and not context.shared_replay.available:
+            reasons.append("replay_store_lost")
         if context.audit_blocked():
             reasons.append("audit_unavailable")
         if self._clock.behind_ms() > CLOCK_BEHIND_MS:

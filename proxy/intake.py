@@ -7,15 +7,16 @@ trace context and request id (docs/envelope.md).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.errors import RequestError
-from proxy.sm4.receiver import EnvelopeError
+from proxy.sm4.envelope import EnvelopeError
 
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.http.http1 import RequestHead
-    from proxy.sm4.receiver import OpenedRequest, RequestOpener
+    from proxy.sm4.opener import OpenedRequest, RequestOpener
+    from proxy.sm4.replay import Verdict
 
 _MESSAGES = {
     "envelope_rejected": "the envelope was not accepted",
@@ -35,15 +36,41 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-class SealedIntake:
-    """Collects one envelope. Every failure of it is counted by reason and answered by code."""
+class Waiter(Protocol):
+    """Who an intake tells that it can go on."""
 
-    __slots__ = ("_context", "_held", "_opener", "_peer", "content_type", "lines")
+    def envelope_ready(self) -> None:
+        """Ask again: `problem` is set, or `finish` has something to return."""
+
+
+class SealedIntake:
+    """Collects one envelope. Every failure of it is counted by reason and answered by code.
+
+    `problem` is a refusal found between two calls; it is raised by the next one.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_context",
+        "_held",
+        "_opened",
+        "_opener",
+        "_peer",
+        "_shared",
+        "_waiter",
+        "content_type",
+        "lines",
+        "problem",
+    )
 
     def __init__(self, context: Context, peer: str, head: RequestHead) -> None:
         self._context = context
         self._peer = peer
         self._held = 0
+        self._waiter: Waiter | None = None
+        self._opened: OpenedRequest | None = None
+        self._asked = False  # the store that replicas share
+        self.problem: RequestError | None = None
         self.content_type = b""
         self.lines = b"".join(
             b"%b: %b\r\n" % (name, head.fields[key]) for key, name in _CARRIED if key in head.fields
@@ -51,6 +78,7 @@ class SealedIntake:
         fields = head.fields
         receiver = context.receiver
         assert receiver is not None, "the sealed door is open only with keys"
+        self._shared = receiver.shared_store
         if head.method != b"POST":
             raise self._failure(EnvelopeError("bad_carrier"))
         try:
@@ -64,7 +92,7 @@ class SealedIntake:
         except EnvelopeError as problem:
             raise self._failure(problem) from None
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes, waiter: Waiter) -> None:
         """Take body bytes. Raises RequestError."""
         context = self._context
         if self._held + len(data) > context.budget.share_bytes:
@@ -77,19 +105,87 @@ class SealedIntake:
             self._opener.feed(data, context.clock.wall_ms())
         except EnvelopeError as problem:
             raise self._failure(problem) from None
+        if self._shared:
+            self._ask_store(waiter)
 
-    def finish(self) -> OpenedRequest:
-        """Open what was collected. Raises RequestError, or SealedRefusalError from step 7 on."""
+    def finish(self, waiter: Waiter) -> OpenedRequest | None:
+        """Open what was collected. Raises RequestError, or SealedRefusalError from step 7 on.
+
+        None: somebody else has to say something first; `waiter` is told when it may call again.
+        """
         context = self._context
-        try:
-            opened = self._opener.finish(context.clock.wall_ms())
-        except EnvelopeError as problem:
-            raise self._failure(problem) from None
+        opened = self._opened
+        if opened is None:
+            if self.problem is not None:
+                raise self.problem
+            try:
+                opened = self._opener.finish(context.clock.wall_ms())
+            except EnvelopeError as problem:
+                raise self._failure(problem) from None
+            if opened is None:
+                self._ask(waiter)
+                return None
+        self._opened = None
         context.counters.envelopes_opened += 1
         self.content_type = opened.content_type.encode()
         if self.content_type:
             self.lines += b"Content-Type: " + self.content_type + b"\r\n"
         return opened
+
+    def _ask(self, waiter: Waiter) -> None:
+        """Ask for what the opener waits for. Raises RequestError where nobody can say."""
+        if self._shared and not self._asked:
+            self._ask_store(waiter)
+            return
+        check = self._opener.check
+        if check is None:
+            self._waiter = waiter  # the store has been asked
+        elif self._context.signatures.submit(check, self._checked):
+            self._waiter = waiter
+        else:
+            self._context.counters.limit_hits["envelope.signature_queue"] += 1
+            raise self._failure(EnvelopeError("busy"))
+
+    def _ask_store(self, waiter: Waiter) -> None:
+        """Ask the shared store, once, when the tag of a single or of frame 0 was good."""
+        asked = self._opener.to_insert
+        if asked is None or self._asked:
+            return
+        self._asked = True
+        self._waiter = waiter
+        store = self._context.shared_replay
+        assert store is not None, "a receiver with a shared store has one"
+        store.insert(*asked, self._inserted)
+
+    def _inserted(self, verdict: Verdict) -> None:
+        """Take the shared store's word."""
+        waiter = self._waiter
+        if waiter is None:
+            return  # over by now
+        try:
+            self._opened = self._opener.inserted(verdict, self._context.clock.wall_ms())
+            if self._opener.check is not None:
+                self._ask(waiter)
+                return
+            if self._opened is None:
+                return  # the body is still coming
+        except EnvelopeError as problem:
+            self.problem = self._failure(problem)
+        except RequestError as problem:
+            self.problem = problem
+        self._waiter = None
+        waiter.envelope_ready()
+
+    def _checked(self, valid: bool) -> None:  # noqa: FBT001 - as the worker calls
+        """Take the answer to the opener's check."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
+            return  # over by now
+        try:
+            self._opened = self._opener.checked(valid=valid)
+        except EnvelopeError as problem:
+            self.problem = self._failure(problem)
+        waiter.envelope_ready()
 
     def facts(self, opened: OpenedRequest) -> dict[str, object]:
         """Return what the audit record says of the envelope."""
@@ -111,7 +207,8 @@ class SealedIntake:
             self.release()
 
     def release(self) -> None:
-        """Give the budget's share back."""
+        """Give the budget's share back; what is still asked for is of no use any more."""
+        self._waiter = None
         self._context.budget.give_back(self._peer, self._held)
         self._held = 0
 

@@ -27,7 +27,7 @@ from proxy.health import TICK_NS, Health
 from proxy.recorder import Recorder
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
-from proxy.settings import SettingsError, one_line
+from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ DROP_KIDS_EVERY_TICKS = 600
 CLOSE_S = 1.0  # for connections to flush their last bytes
 
 log = logging.getLogger(__name__)
-
-
-class StartError(Exception):
-    """The sidecar cannot start; the text says why and what to do."""
 
 
 class Sidecar:
@@ -114,7 +110,9 @@ class Sidecar:
         if doors.app:
             await self._open("app", doors.app)
         if doors.sealed and keys is not None:
-            self._start_receiver(keys)
+            from proxy.channel import start_channel  # noqa: PLC0415 - only with keys
+
+            start_channel(context, self._health, keys)
             await self._open("sealed", doors.sealed)
         elif doors.sealed:
             log.warning("sealed door closed: keys.file is not set")
@@ -151,63 +149,6 @@ class Sidecar:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
         self._servers.append(server)
         self._health.listeners[door] = server
-
-    def _start_receiver(self, keys: KeyProvider) -> None:
-        from proxy.sm4.keyring import Keyring, KeyringError  # noqa: PLC0415
-        from proxy.sm4.receiver import Receiver  # noqa: PLC0415
-        from proxy.sm4.replay import ReplayCache  # noqa: PLC0415
-
-        settings = self._settings.envelope
-        window_ms = settings.window_s * 1000
-        # More would let an envelope outlive the cache that remembers it, or a restart.
-        ahead_ms = min(settings.ahead_s * 1000, window_ms)
-        try:
-            ring = Keyring(keys.envelope_keys(), window_ms=window_ms)
-        except KeyringError as problem:
-            raise StartError(f"keys.file: {problem}") from None
-        audiences = {key.audience for key in keys.envelope_keys()}
-        if len(audiences) != 1:
-            raise StartError(
-                f"keys.file: one receiver has one audience, these keys name {len(audiences)}"
-            )
-        fresh = self._first_start(audiences.pop())
-        fence_ms = 0 if fresh else settings.fence_s * 1000
-        if fence_ms:
-            fence_ms = max(fence_ms, ahead_ms)
-        start_ms = self._clock.wall_ms()
-        self._health.fence_until_ms = start_ms + fence_ms if fence_ms else -1
-        self._context.receiver = Receiver(
-            ring,
-            ReplayCache(
-                window_ms=window_ms,
-                limit_per_kid=settings.replay_entries_per_kid,
-                limit=settings.replay_entries,
-            ),
-            window_ms=window_ms,
-            ahead_ms=ahead_ms,
-            start_ms=start_ms,
-            fence_ms=fence_ms,
-            max_body_bytes=self._settings.limits.body_bytes,
-        )
-
-    def _first_start(self, audience: str) -> bool:
-        """Say whether this audience provably never served: its pod's own, unmarked volume."""
-        uid, directory = self._settings.identity.pod_uid, self._settings.envelope.state_dir
-        if not uid or uid not in audience or not directory:
-            return False
-        marker = Path(directory) / f"served-{hashlib.sha256(audience.encode()).hexdigest()[:16]}"
-        try:
-            handle = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            return False
-        except OSError as problem:
-            raise StartError(f"envelope.state_dir: {problem}") from None
-        os.fsync(handle)
-        os.close(handle)
-        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(parent)
-        os.close(parent)
-        return True
 
     def _start_audit(self, keys: KeyProvider | None) -> None:
         settings, context = self._settings.audit, self._context
@@ -386,6 +327,7 @@ class Sidecar:
     async def _stop(self) -> None:
         context = self._context
         self._health.started = False
+        context.signatures.close()
         for server in self._servers:
             server.close()
         deadline_s = self._loop.time() + CLOSE_S
@@ -393,6 +335,8 @@ class Sidecar:
             await asyncio.sleep(0.01)
         for route in context.routes.values():
             await route.upstreams.close()
+        if context.shared_replay is not None:
+            await context.shared_replay.close()
         if context.audit is not None:
             from proxy.audit.setup import AuditUnavailableError  # noqa: PLC0415 - loaded by now
 

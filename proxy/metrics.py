@@ -93,6 +93,7 @@ LIMITS = (
     "limits.body_bytes",
     "limits.discard_bytes",
     "envelope.unverified_bytes",
+    "envelope.signature_queue",
     "timeouts.head_s",
     "timeouts.body_idle_s",
     "timeouts.first_byte_s",

@@ -11,6 +11,7 @@ from proxy.replier import Replier
 
 if TYPE_CHECKING:
     from proxy.context import Context
+    from proxy.sm4.opener import OpenedRequest
 
 
 class Reception(Replier):
@@ -66,9 +67,8 @@ class Reception(Replier):
             self.lane = overflow
         self._placed = True
 
-    def _open_envelope(self, intake: SealedIntake) -> bytes:
-        """Open it; from here on every answer is sealed."""
-        opened = intake.finish()
+    def _open_envelope(self, intake: SealedIntake, opened: OpenedRequest) -> bytes:
+        """Take what was opened and return its body; from here on every answer is sealed."""
         self.sealer = opened.sealer
         self.tenant = opened.tenant
         self.method = opened.method.encode()

@@ -63,7 +63,7 @@ class Relay(Dispatch):
         if self.request_body_bytes > context.body_bytes_max:
             raise too_large(context)
         if self._intake is not None:
-            self._intake.feed(data)
+            self._intake.feed(data, self)
         elif self._streaming:
             self.observe_piece(data)
             self._send_piece(data)
@@ -81,7 +81,10 @@ class Relay(Dispatch):
             return
         intake = self._intake
         if intake is not None:
-            body = self._open_envelope(intake)
+            opened = intake.finish(self)
+            if opened is None:
+                return  # see `envelope_ready`
+            body = self._open_envelope(intake, opened)
             lines = intake.lines
         else:
             pieces = self._pieces
@@ -105,6 +108,19 @@ class Relay(Dispatch):
         if self.lane.overflow is not None:
             self._parts = lines, framing, body
         self._lease()
+
+    def envelope_ready(self) -> None:
+        """See `Waiter`: the signature was verified, or the shared store has answered."""
+        intake = self._intake
+        if self.closed or intake is None:
+            return
+        try:
+            if self._body_whole:
+                self.body_end()
+            elif intake.problem is not None:
+                self.refuse(intake.problem, keep=False)
+        except RequestError as problem:
+            self.refuse(problem, keep=True)
 
     def _stream_request(self) -> None:
         """Send a large body through as it comes; it cannot be sent a second time."""

@@ -108,6 +108,7 @@ class Source:
             if self._first is not None:
                 kept += kept_keys(loaded.keys, self._first.keys)
                 problems += other_audience(loaded.keys, self._first.keys)
+                problems += unverifiable(loaded.keys)
         if problems:
             raise SettingsError(problems)
         return dataclasses.replace(loaded, kept=tuple(kept))
@@ -161,10 +162,25 @@ def other_audience(new: KeyProvider | None, first: KeyProvider | None) -> list[s
     """Return the problem of keys that are for somebody else: a receiver is one audience."""
     if new is None or first is None:
         return []
-    audiences = {key.audience for key in new.envelope_keys()}
-    if audiences == {key.audience for key in first.envelope_keys()}:
+    if new.audiences() == first.audiences():
         return []
     return ["keys.file: its keys are not for the audience of those that were there at the start"]
+
+
+def unverifiable(keys: KeyProvider | None) -> list[str]:
+    """Return the problem of keys whose signatures cannot be verified here.
+
+    Libraries that new keys need are loaded by this, on the thread that reads.
+    """
+    if keys is None:
+        return []
+    from proxy.sm4.keyring import KeyringError, check_signatures  # noqa: PLC0415 - only with keys
+
+    try:
+        check_signatures(keys.envelope_keys())
+    except KeyringError as problem:
+        return [f"keys.file: {problem}"]
+    return []
 
 
 def _keys(file: str) -> KeyProvider | None:

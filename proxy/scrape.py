@@ -225,6 +225,16 @@ class Collector:
             "Sealed bytes held before verification.",
             value=context.budget.held_bytes,
         )
+        yield CounterMetricFamily(
+            "tongguan_proxy_signatures_verified",
+            "Signatures that were verified, good or bad.",
+            value=context.signatures.verified,
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_signatures_pending",
+            "Signatures waiting to be verified.",
+            value=context.signatures.pending,
+        )
         yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": tier()})
         readers = "c" if AVAILABLE else "pure"
         yield InfoMetricFamily("tongguan_proxy_readers", "Who reads.", value={"wire": readers})
@@ -236,6 +246,26 @@ class Collector:
             yield GaugeMetricFamily(
                 "tongguan_proxy_replay_entries_limit", "Their bound.", value=replay.limit
             )
+            store = context.shared_replay
+            if store is not None:
+                yield GaugeMetricFamily(
+                    "tongguan_proxy_replay_store_available",
+                    "1 while the shared replay store answers.",
+                    value=int(store.available),
+                )
+                yield GaugeMetricFamily(
+                    "tongguan_proxy_replay_store_pending",
+                    "Envelopes waiting for its answer.",
+                    value=store.pending,
+                )
+                yield CounterMetricFamily(
+                    "tongguan_proxy_replay_store_losses", "Times it was lost.", value=store.losses
+                )
+                yield CounterMetricFamily(
+                    "tongguan_proxy_replay_store_busy",
+                    "Envelopes refused because too many waited for it.",
+                    value=store.refusals,
+                )
             live = len(ring.live_kids(context.clock.wall_ms()))
             yield GaugeMetricFamily("tongguan_proxy_live_kids", "Key ids in time.", value=live)
 

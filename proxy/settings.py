@@ -23,6 +23,10 @@ NUMBER_MAX = 1e9
 ONE_LINE_BYTES_MAX = 4096
 
 
+class StartError(Exception):
+    """The sidecar cannot start; the text says why and what to do."""
+
+
 class SettingsError(Exception):
     """One or more settings are wrong; `problems` has a line for each."""
 

@@ -18,6 +18,7 @@ import click
 
 if TYPE_CHECKING:
     from proxy.keys.file import KeyFile
+    from proxy.sm4.keyring import EnvelopeKey
 
 EXIT_BAD_INPUT = 2
 EXIT_IO = 3
@@ -68,6 +69,20 @@ def keys() -> None:
     help="Validity of the envelope key; rotate daily where many share it.",
 )
 @click.option(
+    "--sign",
+    type=click.Choice(["ed25519", "sm2"]),
+    help="Make a pair for signatures too; the private key is in client.json alone.",
+)
+@click.option("--require-signature", is_flag=True, help="Take no unsigned request; needs --sign.")
+@click.option("--require-mac", is_flag=True, help="Take no request without an SM3-HMAC.")
+@click.option(
+    "--digest",
+    type=click.Choice(["sha256", "sm3"]),
+    default="sha256",
+    show_default=True,
+    help="The hash that signature and SM3-HMAC are over.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Replace files that are there: the envelope key and the chain seed are fresh; the "
@@ -80,6 +95,10 @@ def new(
     tenants: tuple[str, ...],
     suite: str,
     days: int,
+    sign: str | None,
+    require_signature: bool,
+    require_mac: bool,
+    digest: str,
     force: bool,
 ) -> None:
     """Draw fresh keys and write sidecar.json, client.json and auditor.json, mode 0600.
@@ -94,21 +113,26 @@ def new(
     """  # noqa: D301 - click's mark for a paragraph that is not wrapped
     from proxy.keys.file import KeyFileError
     from proxy.keys.issue import Order, earlier, issue, write
-    from proxy.sm4.keyring import KeyringError
 
+    if require_signature and not sign:
+        _fail("--require-signature needs --sign ed25519 or --sign sm2", EXIT_BAD_INPUT)
     order = Order(
         audience=audience or f"local/default/{uuid.uuid4()}",
         client=client,
         tenants=tenants,
         suite=int(suite),
         days=days,
+        digest=digest,
+        sign=sign or "",
+        require_mac=require_mac,
+        require_signature=require_signature,
     )
     now_ms = time.time_ns() // 1_000_000
     try:
         before = earlier(directory) if force else None
         files = issue(order, now_ms=now_ms, random=os.urandom, before=before)
         paths = write(directory, files, force=force, suffix=f"{now_ms}.{os.getpid()}")
-    except (KeyFileError, KeyringError) as problem:
+    except (KeyFileError, ValueError) as problem:
         _fail(str(problem), EXIT_BAD_INPUT)
     except OSError as problem:
         _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
@@ -143,6 +167,7 @@ def show(file: Path, as_json: bool) -> None:
             "not_before": _utc(key.not_before_ms),
             "not_after": _utc(key.not_after_ms),
             "mac": "required" if key.require_mac else "optional",
+            "signature": _signature(key),
         }
         for key in contents.envelope_keys
     ]
@@ -161,7 +186,16 @@ def show(file: Path, as_json: bool) -> None:
     click.echo(f"role            {contents.role}")
     for row in rows:
         click.echo(f"kid             {row['kid']}  {row['state']}")
-        for name in ("suite", "client", "audience", "tenant", "not_before", "not_after", "mac"):
+        for name in (
+            "suite",
+            "client",
+            "audience",
+            "tenant",
+            "not_before",
+            "not_after",
+            "mac",
+            "signature",
+        ):
             click.echo(f"  {name:<13} {row[name]}")
     if contents.prompt_keys:
         click.echo(f"prompt keys for {', '.join(sorted(contents.prompt_keys))}")
@@ -212,6 +246,14 @@ def state(not_before_ms: int, not_after_ms: int, now_ms: int) -> str:
     if now_ms < not_before_ms:
         return "not yet"
     return "live" if now_ms <= not_after_ms else "expired"
+
+
+def _signature(key: EnvelopeKey) -> str:
+    if not key.scheme:
+        return "refused"
+    policy = "required" if key.require_signature else "optional"
+    private = ", private key present" if key.sign_private else ""
+    return f"{policy}, {key.scheme} {key.sign_public.hex()}{private}"
 
 
 def _utc(time_ms: int) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from proxy.sm4.keyring import PAD_BYTES_DEFAULT, EnvelopeKey, Keyring, KeyringError
+from proxy.sm4.signature import PUBLIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,10 @@ class _KeyRow(msgspec.Struct, forbid_unknown_fields=True):
     writers: int = 1
     require_mac: bool = False
     require_signature: bool = False
+    # Not written where there are none: sidecars of before know no such members.
+    scheme: str | msgspec.UnsetType = msgspec.UNSET
+    sign_public: str | msgspec.UnsetType = msgspec.UNSET
+    sign_private: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _SeedRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,16 +98,25 @@ class KeyFile:
 class FileProvider:
     """A `KeyProvider` over one file, read once. Raises `KeyFileError` or OSError."""
 
-    __slots__ = ("_file",)
+    __slots__ = ("_audiences", "_file")
 
     def __init__(self, path: Path) -> None:
         self._file = read(path)
+        self._audiences = frozenset(key.audience for key in self._file.envelope_keys)
         if self._file.role != "sidecar":
             raise KeyFileError(f"{path}: made for the {self._file.role}, not for a sidecar")
 
     def envelope_keys(self) -> list[EnvelopeKey]:
         """See `KeyProvider.envelope_keys`."""
         return list(self._file.envelope_keys)
+
+    def forget_envelope_keys(self) -> None:
+        """See `KeyProvider.forget_envelope_keys`."""
+        self._file = replace(self._file, envelope_keys=())
+
+    def audiences(self) -> frozenset[str]:
+        """See `KeyProvider.audiences`."""
+        return self._audiences
 
     def prompt_key(self, tenant: str) -> bytes | None:
         """See `KeyProvider.prompt_key`."""
@@ -169,6 +183,7 @@ def parse(path: Path, data: bytes) -> KeyFile:
         raise KeyFileError(f"{path}: role: expected sidecar, client or auditor")
     try:
         keys = tuple(_envelope_key(i, row) for i, row in enumerate(document.envelope_keys))
+        _check_role(document.role, keys)
         Keyring(keys)  # refuses a kid that is there twice with different contents
         return KeyFile(
             role=document.role,
@@ -191,6 +206,14 @@ def parse(path: Path, data: bytes) -> KeyFile:
         )
     except KeyringError as problem:
         raise KeyFileError(f"{path}: {problem}") from None
+
+
+def _check_role(role: str, keys: tuple[EnvelopeKey, ...]) -> None:
+    if role == "sidecar" and any(key.sign_private for key in keys):
+        raise KeyringError(
+            "envelope_keys: sign_private is the client's alone; a receiver that has it could sign "
+            "in the client's name"
+        )
 
 
 _PLAIN_NAMES = {"str": "text", "int": "a whole number", "bool": "true or false",
@@ -258,9 +281,20 @@ def _envelope_key(index: int, row: _KeyRow) -> EnvelopeKey:
             writers=row.writers,
             require_mac=row.require_mac,
             require_signature=row.require_signature,
+            scheme=row.scheme or "",
+            sign_public=_public(f"{name}.sign_public", row),
+            sign_private=_optional(f"{name}.sign_private", row.sign_private or "") or b"",
         )
     except KeyringError as problem:
-        raise KeyringError(f"{name}.{problem}") from None
+        text = str(problem)
+        raise KeyringError(text if text.startswith(name) else f"{name}.{text}") from None
+
+
+def _public(name: str, row: _KeyRow) -> bytes:
+    text = row.sign_public or ""
+    size = PUBLIC_BYTES.get(row.scheme or "", 0)
+    # Of an unknown scheme: the key is refused for that, or for a public key without one.
+    return _bytes(name, text, size) if size else text.encode()
 
 
 def encode(file: KeyFile) -> bytes:
@@ -283,6 +317,9 @@ def encode(file: KeyFile) -> bytes:
                 writers=key.writers,
                 require_mac=key.require_mac,
                 require_signature=key.require_signature,
+                scheme=key.scheme or msgspec.UNSET,
+                sign_public=key.sign_public.hex() or msgspec.UNSET,
+                sign_private=key.sign_private.hex() or msgspec.UNSET,
             )
             for key in file.envelope_keys
         ],

@@ -7,11 +7,12 @@ temporary file of mode 0600 each, fsync, and only when all are written are they 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from proxy.keys.file import MODE, KeyFile, KeyFileError, encode, read
 from proxy.sm4.keyring import EnvelopeKey
+from proxy.sm4.signature import draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,6 +34,10 @@ class Order:
     tenants: tuple[str, ...]
     suite: int = 1
     days: int = DAYS_DEFAULT
+    digest: str = "sha256"
+    sign: str = ""
+    require_mac: bool = False
+    require_signature: bool = False
 
 
 def issue(
@@ -42,7 +47,7 @@ def issue(
     random: Callable[[int], bytes],
     before: KeyFile | None = None,
 ) -> dict[str, KeyFile]:
-    """Return the files' contents by role; raises `KeyringError` for a malformed order.
+    """Return the files' contents by role; raises ValueError for an order that cannot be filled.
 
     `random(n)` gives n bytes from the operating system. `before` is the auditor's file that these
     keys follow: what records already written need stays (its chain seeds, the tenants' prompt keys,
@@ -55,16 +60,22 @@ def issue(
 
     from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - issuing only
 
+    kid, root = random(8), random(32)
+    sign_private, sign_public = draw(order.sign, random) if order.sign else (b"", b"")
     key = EnvelopeKey(
-        kid=random(8),
-        root=random(32),
+        kid=kid,
+        root=root,
         client=order.client,
         audience=order.audience,
         tenant=order.tenants[0],
         suite=order.suite,
-        digest="sha256",
+        digest=order.digest,
         not_before_ms=now_ms - NOT_BEFORE_SLACK_MS,
         not_after_ms=now_ms + order.days * DAY_MS,
+        require_mac=order.require_mac,
+        require_signature=order.require_signature,
+        scheme=order.sign,
+        sign_public=sign_public,
     )
     prompt_keys = dict(before.prompt_keys) if before else {}
     for tenant in order.tenants:
@@ -78,7 +89,7 @@ def issue(
     lines = (*(before.verify_keys if before else ()), NoteSigner(*signs).key.line())
     return {
         "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None, (signs,)),
-        "client": KeyFile("client", (key,), {}, (), None, None),
+        "client": KeyFile("client", (replace(key, sign_private=sign_private),), {}, (), None, None),
         "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private, (), lines),
     }
 

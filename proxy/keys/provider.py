@@ -16,7 +16,18 @@ class KeyProvider(Protocol):
     """A source of keys."""
 
     def envelope_keys(self) -> list[EnvelopeKey]:
-        """Return every envelope key of this audience, old and announced ones too."""
+        """Return every envelope key of this audience, old and announced ones too.
+
+        Whoever took them calls `forget_envelope_keys`; after that there are none.
+        """
+        ...
+
+    def forget_envelope_keys(self) -> None:
+        """Keep no root: the ring has them, and deletes each when its grace ends."""
+        ...
+
+    def audiences(self) -> frozenset[str]:
+        """Return the audiences that the envelope keys are or were for."""
         ...
 
     def prompt_key(self, tenant: str) -> bytes | None:

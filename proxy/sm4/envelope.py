@@ -42,6 +42,7 @@ _CODES: dict[str, Code] = {
     "future": "envelope_stale",
     "cache_full": "envelope_cache_full",
     "busy": "envelope_busy",
+    "store_lost": "envelope_cache_full",
 }
 # Every class a refusal can have (docs/envelope.md, "Outcome classes"); labels of the metric.
 REASONS = (
@@ -70,6 +71,7 @@ REASONS = (
     "model_mismatch",
     "tenant_mismatch",
     "busy",
+    "store_lost",
 )
 
 

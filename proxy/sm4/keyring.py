@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING
 
 from proxy.sm4.cipher import KEY_BYTES, Aead, aead
 from proxy.sm4.digest import HmacSm3, hkdf_expand, hkdf_extract
+from proxy.sm4.signature import (
+    PRIVATE_BYTES,
+    PUBLIC_BYTES,
+    Signer,
+    Verifier,
+    is_public,
+    signer,
+    verifier,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +49,11 @@ def is_id(text: str, *, empty: bool = False) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EnvelopeKey:
-    """One key as issued. Times in unix ms; `pad` in bytes; `writers` seal under it in all."""
+    """One key as issued. Times in unix ms; `pad` in bytes; `writers` seal under it in all.
+
+    Signatures: none are taken without a `scheme` (`ed25519` or `sm2`) and its `sign_public`; with
+    them they may be there, with `require_signature` they must. `sign_private` is the client's.
+    """
 
     kid: bytes
     root: bytes = field(repr=False)
@@ -55,6 +68,9 @@ class EnvelopeKey:
     writers: int = 1
     require_mac: bool = False
     require_signature: bool = False
+    scheme: str = ""
+    sign_public: bytes = b""
+    sign_private: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         checks = (
@@ -71,16 +87,35 @@ class EnvelopeKey:
                 "pad: expected a divisor of 65536",
             ),
             (self.writers >= 1, "writers: expected at least 1"),
+            (
+                not self.scheme or self.scheme in PUBLIC_BYTES,
+                "scheme: expected ed25519, sm2, or nothing",
+            ),
+            (
+                bool(self.scheme) or not (self.sign_public or self.sign_private),
+                "scheme: missing, and there is a signature key",
+            ),
+            (
+                bool(self.scheme) or not self.require_signature,
+                "require_signature: needs scheme and sign_public",
+            ),
+            (
+                len(self.sign_private) in {0, PRIVATE_BYTES},
+                f"sign_private: expected {PRIVATE_BYTES} bytes",
+            ),
         )
         for good, problem in checks:
             if not good:
                 raise KeyringError(problem)
+        if self.scheme and not is_public(self.scheme, self.sign_public):
+            raise KeyringError(f"sign_public: not a public key of {self.scheme}")
 
 
 class Derived:
     """A key with everything derived from it, and how much was sealed with it here."""
 
     __slots__ = (
+        "_signer",
         "audience",
         "key",
         "mac",
@@ -90,6 +125,7 @@ class Derived:
         "response_streams",
         "sealed_bytes",
         "sealed_envelopes",
+        "verifier",
     )
 
     def __init__(self, key: EnvelopeKey) -> None:
@@ -102,8 +138,16 @@ class Derived:
         self.request_streams = HmacSm3(self._expand(prk, b"smx1 req stream", 32))
         self.response_streams = HmacSm3(self._expand(prk, b"smx1 resp stream", 32))
         self.mac = HmacSm3(self._expand(prk, b"smx1 mac", 32))
+        self.verifier: Verifier | None = _verifier(key) if key.scheme else None
+        self._signer: Signer | None = None
         self.sealed_envelopes = 0
         self.sealed_bytes = 0
+
+    def signer(self) -> Signer | None:
+        """Return what signs with the key's own private key, or None; raises `KeyringError`."""
+        if self._signer is None and self.key.sign_private:
+            self._signer = _signer(self.key)
+        return self._signer
 
     def _expand(self, prk: bytes, label: bytes, size: int) -> bytes:
         return hkdf_expand(prk, label + derivation_info(self.key), size)
@@ -119,6 +163,30 @@ class Derived:
             self.sealed_envelopes >= ENVELOPES_MAX // self.key.writers
             or self.sealed_bytes >= SEALED_BYTES_MAX
         )
+
+
+def check_signatures(keys: Iterable[EnvelopeKey]) -> None:
+    """Raise `KeyringError` if signatures under one of these keys cannot be verified here."""
+    for key in keys:
+        if key.scheme:
+            _verifier(key)
+
+
+def _verifier(key: EnvelopeKey) -> Verifier:
+    try:
+        return verifier(key.scheme, key.sign_public)
+    except ValueError as problem:
+        raise KeyringError(f"kid {key.kid.hex()}: sign_public: {problem}") from None
+
+
+def _signer(key: EnvelopeKey) -> Signer:
+    try:
+        made = signer(key.scheme, key.sign_private)
+    except ValueError as problem:
+        raise KeyringError(f"kid {key.kid.hex()}: sign_private: {problem}") from None
+    if made.public() != key.sign_public:
+        raise KeyringError(f"kid {key.kid.hex()}: sign_private is not that of sign_public")
+    return made
 
 
 def derivation_info(key: EnvelopeKey) -> bytes:
@@ -168,8 +236,18 @@ class Keyring:
         """
         kept = {key.kid: key for key in keys}
         self.check(kept.values())
+        check_signatures(kept.values())
         self._keys = kept
         self._derived = {kid: row for kid, row in self._derived.items() if kid in kept}
+
+    def prepare(self, now_ms: int) -> None:
+        """Derive what opens now, so that the first request does not wait for it.
+
+        Raises `KeyringError` where the signatures of any key cannot be verified here.
+        """
+        check_signatures(self._keys.values())
+        for kid in self.live_kids(now_ms):
+            self.get(kid)
 
     def get(self, kid: bytes) -> Derived | None:
         """Return the derived keys of `kid`, or None if it is not known."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Verdict = Literal["ok", "replayed", "cache_full"]
+Verdict = Literal["ok", "replayed", "cache_full", "busy", "store_lost"]
 
 
 class ReplayCache:

@@ -15,8 +15,8 @@ from proxy.sm4.digest import Digest, new_digest
 from proxy.sm4.envelope import (
     HEADER_BYTES,
     MAC,
-    MAC_BYTES,
     RESPONSE,
+    SIGNATURE,
     SINGLE_BYTES_MAX,
     STREAM,
     Header,
@@ -24,6 +24,7 @@ from proxy.sm4.envelope import (
     ResponsePrelude,
     associated_data,
     media_type,
+    trailer_bytes,
 )
 from proxy.sm4.frames import (
     EVENT_STREAM_PAD_MIN,
@@ -36,6 +37,7 @@ from proxy.sm4.frames import (
     sse_payload_bytes,
 )
 from proxy.sm4.keyring import Derived, is_id
+from proxy.sm4.signature import Signer, signed_message
 
 Carrier = Literal["raw", "sse"]
 EVENT_STREAM = "text/event-stream"
@@ -46,6 +48,19 @@ _TYPE_BYTES_MAX = 1024
 
 class SingleTooLargeError(ValueError):
     """The body does not fit in a single envelope of 1 MiB: use a stream."""
+
+
+def _trailer(
+    derived: Derived, flags: int, aad: bytes, digest: bytes, signer: Signer | None
+) -> bytes:
+    """Return what the flags announce, given D."""
+    trailer = b""
+    if flags & SIGNATURE:
+        assert signer is not None
+        trailer = signer.sign(signed_message(aad, digest))
+    if flags & MAC:
+        trailer += derived.mac.mac(aad + digest)
+    return trailer
 
 
 class StreamSealer:
@@ -61,10 +76,11 @@ class StreamSealer:
         "_derived",
         "_digest",
         "_first",
+        "_flags",
         "_header",
         "_seal",
+        "_signer",
         "_unit",
-        "_with_mac",
     )
 
     def __init__(
@@ -77,24 +93,26 @@ class StreamSealer:
         unit: int,
         carrier: Carrier,
         request_nonce: bytes = b"",
+        signer: Signer | None = None,
     ) -> None:
         base = derived.response_streams if request_nonce else derived.request_streams
         self._seal = StreamCipher(base, header.suite, aad, header.nonce, request_nonce).frames.seal
         self._header = header.encode()
         self._aad = aad
         self._derived = derived
-        self._with_mac = bool(header.flags & MAC)
+        self._flags = header.flags
+        self._signer = signer
         self._as_event = carrier == "sse"
         self._unit = unit
         self._data_max = frame_data_max(
             unit, SSE_SEALED_MAX if carrier == "sse" else FRAME_SEALED_MAX
         )
         # The prelude lies wholly in frame 0.
-        if len(prelude) > self._data_max - MAC_BYTES:
+        if len(prelude) > self._data_max - trailer_bytes(header.flags):
             raise ValueError("the prelude does not fit in the first frame")
         self._first = prelude
         self._digest: Digest | None = None
-        if self._with_mac:
+        if header.flags & (MAC | SIGNATURE):
             self._digest = new_digest(derived.key.digest)
             self._digest.update(prelude)
 
@@ -129,7 +147,8 @@ class StreamSealer:
             self._digest.update(body)
         trailer = b""
         if self._digest is not None:
-            trailer = self._derived.mac.mac(self._aad + self._digest.digest())
+            digest = self._digest.digest()
+            trailer = _trailer(self._derived, self._flags, self._aad, digest, self._signer)
         whole, self._first = self._first + body, b""
         frames = []
         # The trailer lies wholly in the last frame, so the last cut leaves room for it.
@@ -147,10 +166,11 @@ def _seal_single(
     body: bytes,
     model: bytes,
     request_nonce: bytes,
+    signer: Signer | None = None,
 ) -> bytes:
     """Return a whole single envelope; sets L and the trailer. `prelude` is u16 len || prelude."""
     unit = derived.key.pad
-    size = len(prelude) + len(body) + (MAC_BYTES if header.flags & MAC else 0)
+    size = len(prelude) + len(body) + trailer_bytes(header.flags)
     padded_size = (size // unit + 1) * unit
     sealed_size = padded_size + TAG_BYTES
     if HEADER_BYTES + sealed_size > SINGLE_BYTES_MAX:
@@ -160,11 +180,11 @@ def _seal_single(
     ).encode()
     aad = associated_data(head, model, derived.audience, request_nonce)
     trailer = b""
-    if header.flags & MAC:
+    if header.flags & (MAC | SIGNATURE):
         digest = new_digest(derived.key.digest)
         digest.update(prelude)
         digest.update(body)
-        trailer = derived.mac.mac(aad + digest.digest())
+        trailer = _trailer(derived, header.flags, aad, digest.digest(), signer)
     # One copy: see `envelope.pad` for what is put behind the data.
     padded = b"".join((prelude, body, trailer, b"\x80", bytes(padded_size - size - 1)))
     cipher = derived.response if request_nonce else derived.request
@@ -243,22 +263,33 @@ class RequestSealer:
     """Seals one request, as a single envelope or as a stream.
 
     `model` is the body's model, as X-Model-Id carries it; empty when it has none. Raises ValueError
-    if it cannot stand there (0x21-0x7e, at most 255 bytes).
+    if it cannot stand there (0x21-0x7e, at most 255 bytes), or if the kid demands a signature and
+    there is no `signer`. With one, every request is signed.
     """
 
-    __slots__ = ("_derived", "_header", "_model", "mac", "nonce")
+    __slots__ = ("_derived", "_header", "_model", "_signer", "mac", "nonce")
 
     def __init__(
-        self, derived: Derived, *, model: str, mac: bool, nonce: bytes, now_ms: int
+        self,
+        derived: Derived,
+        *,
+        model: str,
+        mac: bool,
+        nonce: bytes,
+        now_ms: int,
+        signer: Signer | None = None,
     ) -> None:
         assert len(nonce) == NONCE_BYTES
         if not is_id(model, empty=True):
             raise ValueError("the model's name cannot stand in an envelope")
+        if signer is None and derived.key.require_signature:
+            raise ValueError("this kid demands a signature, and there is no private key for it")
+        self._signer = signer
         self.mac = mac or derived.key.require_mac
         self.nonce = nonce
         self._derived = derived
         self._model = model.encode()
-        flags = MAC if self.mac else 0
+        flags = (MAC if self.mac else 0) | (SIGNATURE if signer is not None else 0)
         self._header = Header(derived.key.suite, flags, derived.key.kid, now_ms, nonce, 0)
 
     @property
@@ -273,7 +304,8 @@ class RequestSealer:
 
     def single(self, prelude: RequestPrelude, body: bytes) -> bytes:
         """Return the whole envelope; raises `SingleTooLargeError` when it would pass 1 MiB."""
-        return _seal_single(self._derived, self._header, prelude.encode(), body, self._model, b"")
+        raw = prelude.encode()
+        return _seal_single(self._derived, self._header, raw, body, self._model, b"", self._signer)
 
     def stream(self, prelude: RequestPrelude) -> StreamSealer:
         """Return the sealer of a stream envelope (raw frames)."""
@@ -289,5 +321,11 @@ class RequestSealer:
         aad = associated_data(header.encode(), self._model, self._derived.audience)
         self._derived.count(0, envelopes=1)
         return StreamSealer(
-            self._derived, header, aad, prelude.encode(), unit=key.pad, carrier="raw"
+            self._derived,
+            header,
+            aad,
+            prelude.encode(),
+            unit=key.pad,
+            carrier="raw",
+            signer=self._signer,
         )

@@ -69,6 +69,7 @@ class Channel:
         mac=False,
         stream=False,
         time_ms=None,
+        sign=True,
     ):
         derived = self.ring.sealing_key(now_ms())
         model = model_of(body, kind) if model is None else model
@@ -78,6 +79,7 @@ class Channel:
             mac=mac,
             nonce=os.urandom(12),
             now_ms=now_ms() if time_ms is None else time_ms,
+            signer=derived.signer() if sign else None,
         )
         prelude = RequestPrelude(method, target, kind if body else "", qos)
         if not stream:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 from proxy.errors import ERRORS, error_body
 from proxy.sm4.envelope import MEDIA_TYPE, EnvelopeError
 from proxy.sm4.keyring import EnvelopeKey, Keyring
-from proxy.sm4.receiver import OpenedRequest, Receiver
+from proxy.sm4.receiver import Receiver
 from proxy.sm4.replay import ReplayCache
+from tests.unit.proxy.sm4_kit import finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from proxy.sm4.opener import OpenedRequest
 
 PIECES = ["Pa", "ris", " is", " the", " capital", "."]
 ANSWER = "".join(PIECES)
@@ -138,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.headers["X-Tenant-Id"],
                 )
                 opener.feed(body, now_ms())
-                opened = opener.finish(now_ms())
+                opened = finished(opener, now_ms())
         except EnvelopeError as problem:
             kind = ERRORS[problem.code]
             if problem.sealer is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,6 +13,8 @@ import pytest
 
 from proxy.client import AnswerError, AsyncSm4Transport, SealError, Sm4Transport
 from proxy.keys.file import KeyFile, KeyFileError, encode
+from proxy.sm4 import sm2
+from proxy.sm4.signature import draw
 from tests.unit.proxy.sm4_loopback import (
     ANSWER,
     MODEL,
@@ -63,6 +67,52 @@ def test_request_and_answer_cross_sealed(suite: int, mac: bool) -> None:
     (opened,) = server.opened
     assert (opened.target, opened.model, opened.mac) == ("/v1/chat/completions", MODEL, mac)
     assert json.loads(opened.body) == chat()
+
+
+@pytest.mark.parametrize("scheme", ["ed25519", "sm2"])
+@pytest.mark.parametrize("size", [10, 2 << 20])
+def test_a_client_with_a_private_key_signs_and_may_be_told_not_to(scheme: str, size: int) -> None:
+    if scheme == "sm2" and not sm2.available():
+        pytest.skip("capability: OpenSSL with SM2")
+    private, public = draw(scheme, os.urandom)
+    issued = dataclasses.replace(live_key(), scheme=scheme, sign_public=public)
+    key = dataclasses.replace(issued, sign_private=private)
+    more = {"padding": "x" * size}
+    with serving(issued) as server:
+        for sign in (True, False):
+            with httpx.Client(
+                transport=Sm4Transport(key, sign=sign), base_url=server.url
+            ) as client:
+                assert client.post("/v1/chat/completions", json=chat(**more)).status_code == 200
+        assert [opened.signature for opened in server.opened] == [True, False]
+
+
+def test_a_client_that_may_not_sign_sends_nothing_where_a_signature_is_demanded() -> None:
+    private, public = draw("ed25519", os.urandom)
+    key = dataclasses.replace(
+        live_key(),
+        scheme="ed25519",
+        sign_public=public,
+        sign_private=private,
+        require_signature=True,
+    )
+    with (
+        serving(key) as server,
+        httpx.Client(transport=Sm4Transport(key, sign=False), base_url=server.url) as client,
+        pytest.raises(SealError, match="demands a signature"),
+    ):
+        client.post("/v1/chat/completions", json=chat())
+    assert not server.opened
+
+
+def test_a_client_drops_keys_whose_grace_is_over() -> None:
+    old = dataclasses.replace(live_key(), kid=bytes(8), not_before_ms=1, not_after_ms=2)
+    channel = Sm4Transport(old)._channel
+    assert len(channel._ring) == 1
+
+    with pytest.raises(SealError, match="no envelope key"):
+        channel.seal(httpx.Request("GET", "http://x/"), b"")
+    assert len(channel._ring) == 0
 
 
 def test_only_the_listed_fields_go_outside(server: Loopback, client: httpx.Client) -> None:

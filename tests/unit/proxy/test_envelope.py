@@ -266,6 +266,7 @@ def test_every_refusal_has_a_documented_code_and_tells_no_more(reason: str) -> N
         "future": "envelope_stale",
         "cache_full": "envelope_cache_full",
         "busy": "envelope_busy",
+        "store_lost": "envelope_cache_full",
     }
     assert problem.code == expected.get(reason, "envelope_rejected")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.sm4.budget import Budget
 from proxy.sm4.envelope import (
     MAC,
     MEDIA_TYPE,
@@ -17,12 +18,10 @@ from proxy.sm4.envelope import (
     EnvelopeError,
     Header,
     RequestPrelude,
-    associated_data,
-    pad,
 )
-from proxy.sm4.frames import StreamCipher
-from proxy.sm4.keyring import EnvelopeKey, Keyring
-from proxy.sm4.receiver import Budget, OpenedRequest, Receiver, RequestOpener
+from proxy.sm4.keyring import Keyring
+from proxy.sm4.opener import OpenedRequest, RequestOpener
+from proxy.sm4.receiver import Receiver
 from proxy.sm4.replay import ReplayCache
 from tests.unit.proxy.sm4_kit import (
     BODY,
@@ -30,8 +29,9 @@ from tests.unit.proxy.sm4_kit import (
     NOW_MS,
     PRELUDE,
     begin,
-    derived_of,
     fresh_nonce,
+    hand_sealed,
+    hand_streamed,
     make_key,
     make_receiver,
     open_answer,
@@ -51,28 +51,6 @@ def refused(receiver: Receiver, wire: bytes, **arguments: Any) -> EnvelopeError:
 
 def reason(receiver: Receiver, wire: bytes, **arguments: Any) -> str:
     return refused(receiver, wire, **arguments).reason
-
-
-def hand_sealed(
-    inner: bytes, *, flags: int = 0, key: EnvelopeKey = KEY, padded: bytes | None = None
-) -> bytes:
-    """Seal any plaintext at all, as a client that does not keep to the format might."""
-    padded = pad(inner, key.pad) if padded is None else padded
-    head = Header(key.suite, flags, key.kid, NOW_MS, fresh_nonce(), len(padded) + 16).encode()
-    derived = derived_of(key)
-    aad = associated_data(head, MODEL.encode(), derived.audience)
-    return head + derived.request.seal(head[24:36], padded, aad)
-
-
-def hand_streamed(frames: list[bytes], *, flags: int = STREAM, key: EnvelopeKey = KEY) -> bytes:
-    """Seal frames of any data, the last of them as last."""
-    head = Header(key.suite, flags, key.kid, NOW_MS, fresh_nonce(), 0).encode()
-    derived = derived_of(key)
-    aad = associated_data(head, MODEL.encode(), derived.audience)
-    cipher = StreamCipher(derived.request_streams, key.suite, aad, head[24:36])
-    return head + b"".join(
-        cipher.seal(data, key.pad, last=i == len(frames) - 1) for i, data in enumerate(frames)
-    )
 
 
 # -- what a good request gives
@@ -548,11 +526,10 @@ def test_a_wrong_mac_is_refused() -> None:
     assert (problem.reason, problem.sealer) == ("bad_mac", None)
 
 
-def test_policy_may_demand_a_mac_or_a_signature() -> None:
-    needs_mac, needs_both = make_key(require_mac=True), make_key(require_signature=True)
+def test_policy_may_demand_a_mac() -> None:
+    needs_mac = make_key(require_mac=True)
 
     assert reason(make_receiver(needs_mac), hand_sealed(b"x", key=needs_mac)) == "missing_mac"
-    assert reason(make_receiver(needs_both), hand_sealed(b"x")) == "missing_signature"
     _, wire = seal_request(needs_mac)
     assert open_request(make_receiver(needs_mac), wire).mac
 

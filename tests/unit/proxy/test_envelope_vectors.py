@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +13,7 @@ from proxy.sm4.digest import hkdf_expand, hkdf_extract, new_digest
 from proxy.sm4.envelope import (
     MAC,
     RESPONSE,
+    SIGNATURE,
     STREAM,
     EnvelopeError,
     RequestPrelude,
@@ -21,14 +22,16 @@ from proxy.sm4.envelope import (
     pad,
 )
 from proxy.sm4.frames import StreamCipher, sse_event, stream_secrets
-from proxy.sm4.keyring import EnvelopeKey, Keyring, derivation_info
-from proxy.sm4.receiver import OpenedRequest, Receiver
+from proxy.sm4.keyring import Derived, EnvelopeKey, Keyring, derivation_info
+from proxy.sm4.receiver import Receiver
 from proxy.sm4.replay import ReplayCache
 from proxy.sm4.sealer import RequestSealer, ResponseSealer, StreamSealer
-from tests.unit.proxy.sm4_kit import pieces, vector_file, vector_keys
+from proxy.sm4.signature import Signer, signed_message
+from tests.unit.proxy.sm4_kit import finished, pieces, sm2_with_k, vector_file, vector_keys
 
-# They need signatures verified (Ed25519, SM2), or a key for them at the kid.
-NEEDS_SIGNATURES = {"d06", "d07", "d08", "d11", "d34", "d35"}
+if TYPE_CHECKING:
+    from proxy.sm4.opener import OpenedRequest
+
 CUTS = (0, 1, 7, 41)
 
 
@@ -41,10 +44,7 @@ def vectors(*, sealed: bool, without: frozenset[str] | set[str] = frozenset()) -
     for vector in vector_file()["vectors"]:
         if vector["id"] in without or (sealed and "seal" not in vector):
             continue
-        marks = []
-        if vector["id"] in NEEDS_SIGNATURES:
-            marks.append(pytest.mark.skip(reason="capability: signatures"))
-        chosen.append(pytest.param(vector, id=vector["id"], marks=marks))
+        chosen.append(pytest.param(vector, id=vector["id"]))
     return chosen
 
 
@@ -82,7 +82,7 @@ def open_request_vector(vector: dict[str, Any], cut: int) -> OpenedRequest:
     )
     for piece in pieces(bytes.fromhex(vector["wire_hex"]), cut):
         opener.feed(piece, vector["now_ms"])
-    return opener.finish(vector.get("at_tag_ms", vector["now_ms"]))
+    return finished(opener, vector.get("at_tag_ms", vector["now_ms"]))
 
 
 def request_of(vector: dict[str, Any]) -> RequestSealer:
@@ -156,6 +156,16 @@ def test_derived_keys_are_those_of_the_vectors(row: dict[str, Any]) -> None:
         assert derived.hex() == row["derived"][name], name
 
 
+def signer_of(vector: dict[str, Any], derived: Derived) -> Signer:
+    """Return what signs as the vector's sender did: with its k, where SM2 has one."""
+    k = vector["seal"].get("sm2_k")
+    if k is not None:
+        return sm2_with_k(derived.key, k)
+    made = derived.signer()
+    assert made is not None
+    return made
+
+
 def seal_vector(vector: dict[str, Any], key: EnvelopeKey) -> bytes:
     """Seal a vector's inputs by the format's own pieces, frames cut where the vector cuts."""
     seal = vector["seal"]
@@ -173,7 +183,10 @@ def seal_vector(vector: dict[str, Any], key: EnvelopeKey) -> bytes:
     digest = new_digest(key.digest)
     digest.update(data)
     d = digest.digest()
-    trailer = derived.mac.mac(aad + d) if seal["flags"] & MAC else b""
+    trailer = b""
+    if seal["flags"] & SIGNATURE:
+        trailer = signer_of(vector, derived).sign(signed_message(aad, d))
+    trailer += derived.mac.mac(aad + d) if seal["flags"] & MAC else b""
     expected = vector["intermediate"]
     assert (d.hex(), aad.hex(), trailer.hex()) == (
         expected["d"],
@@ -231,7 +244,12 @@ def test_the_sealers_make_the_vector_s_single_and_stream(vector: dict[str, Any])
     wire: bytes
     if vector["direction"] == "request":
         sealer = RequestSealer(
-            derived, model=seal["model"], mac=mac, nonce=nonce, now_ms=seal["time_ms"]
+            derived,
+            model=seal["model"],
+            mac=mac,
+            nonce=nonce,
+            now_ms=seal["time_ms"],
+            signer=signer_of(vector, derived) if seal["flags"] & SIGNATURE else None,
         )
         line, content_type, qos, _ = prelude.split("\n")
         method, target = line.split(" ")

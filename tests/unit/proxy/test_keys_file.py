@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -25,7 +26,9 @@ from proxy.keys.file import (
     read,
 )
 from proxy.keys.issue import DAY_MS, NOT_BEFORE_SLACK_MS, Order, issue, write
+from proxy.sm4 import sm2
 from proxy.sm4.keyring import KeyringError
+from proxy.sm4.signature import SM2, draw, signer
 from tests.unit.proxy.sm4_kit import NOW_MS
 
 ORDER = Order(audience="local/default/pod", client="client-a", tenants=("team-a", "team-b"))
@@ -415,6 +418,94 @@ def test_show_never_shows_a_secret(tmp_path: Path, role: str, options: tuple[str
         assert secret.hex() not in output.lower()
     if options:
         assert json.loads(output)["role"] == role
+
+
+@pytest.mark.parametrize("scheme", ["ed25519", "sm2"])
+def test_a_signature_pair_has_its_private_half_in_the_client_s_file_alone(
+    tmp_path: Path, scheme: str
+) -> None:
+    if scheme == SM2 and not sm2.available():
+        pytest.skip("capability: OpenSSL with SM2")
+    code, _ = run(
+        *("new", "--dir", str(tmp_path), "--sign", scheme, "--require-signature"),
+        *("--require-mac", "--digest", "sm3"),
+    )
+    assert code == 0
+
+    sidecar = read(tmp_path / "sidecar.json").envelope_keys[0]
+    client = read(tmp_path / "client.json").envelope_keys[0]
+
+    assert (sidecar.scheme, sidecar.digest) == (scheme, "sm3")
+    assert (sidecar.require_signature, sidecar.require_mac) == (True, True)
+    assert sidecar.sign_private == b""
+    assert dataclasses.replace(client, sign_private=b"") == sidecar
+    assert signer(scheme, client.sign_private).public() == sidecar.sign_public
+    for path in tmp_path.iterdir():
+        assert (client.sign_private.hex() in path.read_text()) is (path.name == "client.json")
+        for options in ((), ("--json",)):
+            code, output = run("show", str(path), *options)
+            assert client.sign_private.hex() not in output
+            if path.name != "auditor.json":
+                assert f"required, {scheme} {sidecar.sign_public.hex()}" in output
+
+
+def test_a_signature_can_only_be_demanded_with_a_pair_for_it(tmp_path: Path) -> None:
+    code, output = run("new", "--dir", str(tmp_path), "--require-signature")
+
+    assert code == 2
+    assert "--sign" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_without_signatures_has_no_members_for_them(tmp_path: Path) -> None:
+    run("new", "--dir", str(tmp_path))
+
+    assert "sign" not in (tmp_path / "client.json").read_text().replace("require_signature", "")
+
+
+def test_a_sidecar_s_file_with_the_client_s_private_key_is_refused() -> None:
+    private, public = draw("ed25519", os.urandom)
+    row = document()["envelope_keys"][0]
+    row |= {"scheme": "ed25519", "sign_public": public.hex(), "sign_private": private.hex()}
+
+    message = refused(document(envelope_keys=[row]))
+
+    assert "sign_private is the client's alone" in message
+    assert private.hex() not in message
+    assert parse(NAME, json.dumps(document(role="client", envelope_keys=[row])).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"scheme": "rsa", "sign_public": "00" * 32}, "envelope_keys[0].scheme: expected"),
+        ({"sign_public": "00" * 32}, "envelope_keys[0].scheme: missing"),
+        ({"scheme": "ed25519"}, "envelope_keys[0].sign_public: expected 64"),
+        ({"scheme": "ed25519", "sign_public": "00" * 64}, "sign_public: expected 64"),
+        ({"scheme": "sm2", "sign_public": "00" * 32}, "sign_public: expected 128"),
+        ({"scheme": "sm2", "sign_public": "00" * 64}, "not a public key of sm2"),
+        ({"require_signature": True}, "envelope_keys[0].require_signature: needs scheme"),
+        ({"scheme": 1}, "envelope_keys[0].scheme: expected"),
+        ({"scheme": None}, "envelope_keys[0].scheme: expected"),
+    ],
+)
+def test_malformed_members_for_signatures_are_named(change: dict[str, Any], problem: str) -> None:
+    row = document()["envelope_keys"][0] | change
+
+    assert problem in refused(document(envelope_keys=[row]))
+
+
+def test_a_provider_keeps_no_root_once_it_has_handed_them_over(tmp_path: Path) -> None:
+    run("new", "--dir", str(tmp_path), "--audience", "a/b/c")
+    provider = FileProvider(tmp_path / "sidecar.json")
+    (key,) = provider.envelope_keys()
+
+    provider.forget_envelope_keys()
+
+    assert provider.envelope_keys() == []
+    assert provider.audiences() == {"a/b/c"}
+    assert provider.chain_seed() is not None
+    assert key.root
 
 
 def test_each_audience_is_new_unless_named(tmp_path: Path) -> None:
