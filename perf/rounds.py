@@ -70,6 +70,20 @@ def summary(times: Mapping[str, Sequence[float]], base: str) -> dict[str, Row]:
     }
 
 
+def midmean(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and the highest fifth: steadier than a median."""
+    cut = len(values) // 5
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def standard_error(values: Sequence[float], groups: int = 20) -> float | None:
+    """Return a midmean's standard error, from interleaved groups; None for too few values."""
+    if len(values) < 2 * groups:
+        return None
+    means = [midmean(values[first::groups]) for first in range(groups)]
+    return statistics.stdev(means) / math.sqrt(groups)
+
+
 def welch_t(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Welch's t of two samples without the slowest tenth of both together (interrupts)."""
     together = sorted([*first, *second])
