@@ -196,6 +196,16 @@ typedef struct {
     __m128i mask;          /* the block for the tag, when asked for */
 } beside;
 
+INLINE void group_apply(const __m512i stream[16], const uint8_t *in, uint8_t *out)
+{
+#define APPLY(i)                 \
+    _mm512_storeu_si512(out + 64 * (i), \
+                        _mm512_xor_si512(stream[i], _mm512_loadu_si512(in + 64 * (i))));
+    APPLY(0) APPLY(1) APPLY(2) APPLY(3) APPLY(4) APPLY(5) APPLY(6) APPLY(7)
+    APPLY(8) APPLY(9) APPLY(10) APPLY(11) APPLY(12) APPLY(13) APPLY(14) APPLY(15)
+#undef APPLY
+}
+
 INLINE void group(const form *keys, const start *nonce, uint32_t counter, const uint8_t *in,
                   uint8_t *out, beside *b, int hash, int masks)
 {
@@ -223,18 +233,58 @@ INLINE void group(const form *keys, const start *nonce, uint32_t counter, const 
         }
     }
     wide_finish(x, stream);
-#define APPLY(i)                 \
-    _mm512_storeu_si512(out + 64 * (i), \
-                        _mm512_xor_si512(stream[i], _mm512_loadu_si512(in + 64 * (i))));
-    APPLY(0) APPLY(1) APPLY(2) APPLY(3) APPLY(4) APPLY(5) APPLY(6) APPLY(7)
-    APPLY(8) APPLY(9) APPLY(10) APPLY(11) APPLY(12) APPLY(13) APPLY(14) APPLY(15)
-#undef APPLY
+    group_apply(stream, in, out);
     if (hash) {
         b->y = sum_total(&s);
     }
     if (masks) {
         b->mask = single_finish(&alone);
     }
+}
+
+/* Two groups side by side, so that one's affine inversions, for which some CPUs have a single port,
+ * meet the other's exclusive ors; the states do not fit the registers, and still it is faster.
+ * Hashes, if told to, 128 blocks with a reduction in between. Masks nothing. */
+INLINE void group_pair(const form *keys, const start *nonce, uint32_t counter, const uint8_t *in,
+                       uint8_t *out, beside *b, int hash)
+{
+    const __m512i a = _mm512_set1_epi64(SM4_FOLD_A), d = _mm512_set1_epi64(SM4_FOLD_D);
+    __m512i x[16], y[16], stream[16];
+    const uint8_t *hashed = b->hashed;
+    const uint32_t *k = keys->bytes;
+
+    wide_start(x, nonce->bytes, counter, offsets64(), 0);
+    wide_start(y, nonce->bytes, counter + GROUP, offsets64(), 0);
+    for (int half = 0; half < 2; half++) {
+        __m512i before = _mm512_zextsi128_si512(b->y);
+        sum s = sum_none();
+
+        for (size_t e = GROUP; e != 0; e -= 16, k += 16) {
+#define HASH_FOUR(i)                                                                     \
+    if (hash) {                                                                          \
+        __m512i c = reversed(_mm512_loadu_si512(hashed));                                \
+        sum_add(&s, b->key, e - 4 * (i), (i) == 0 ? _mm512_xor_si512(c, before) : c);    \
+        hashed += 64;                                                                    \
+    }
+            wide_rounds(x, 0, k, a, d);
+            HASH_FOUR(0)
+            wide_rounds(y, 0, k, a, d);
+            HASH_FOUR(1)
+            wide_rounds(x, 2, k + 8, a, d);
+            HASH_FOUR(2)
+            wide_rounds(y, 2, k + 8, a, d);
+            HASH_FOUR(3)
+#undef HASH_FOUR
+            before = _mm512_setzero_si512();
+        }
+        if (hash) {
+            b->y = sum_total(&s);
+        }
+    }
+    wide_finish(x, stream);
+    group_apply(stream, in, out);
+    wide_finish(y, stream);
+    group_apply(stream, in + GROUP_BYTES, out + GROUP_BYTES);
 }
 
 #endif

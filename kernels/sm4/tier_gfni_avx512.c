@@ -1,8 +1,8 @@
 /* SM4-GCM with GFNI, AVX-512 and VPCLMULQDQ (Ice Lake, Zen 4 and later).
  *
  * A short message is one run of streams512.h and one reduction of ghash512.h. In a long one each
- * group of 64 blocks hashes ciphertext beside its rounds: opening, its own; sealing, that of the
- * group before. The block that masks the tag is a lane of whatever comes last.
+ * group of 64 blocks, or pair of groups, hashes ciphertext beside its rounds: opening, its own;
+ * sealing, that of the one before. The block that masks the tag is a lane of whatever comes last.
  */
 #include "sm4.h"
 
@@ -81,6 +81,22 @@ __attribute__((target(TARGET))) static void gcm(const sm4_key *key,
         }
         uint8_t padded[GROUP_BYTES];
         const uint8_t *before = NULL; /* sealing: the group that is not hashed yet */
+        while (length > 2 * GROUP_BYTES) { /* two groups, not the last one */
+            b.hashed = seal ? before : in;
+            if (b.hashed != NULL) {
+                group_pair(keys, &begin, counter, in, out, &b, 1);
+            } else {
+                group_pair(keys, &begin, counter, in, out, &b, 0);
+            }
+            before = out, counter += 2 * GROUP;
+            in += 2 * GROUP_BYTES, out += 2 * GROUP_BYTES, length -= 2 * GROUP_BYTES;
+        }
+        if (seal && before != NULL) { /* a group has room for the hash of one */
+            sum_bytes(&s, key, GROUP, before, GROUP_BYTES, _mm512_zextsi128_si512(b.y));
+            b.y = sum_total(&s);
+            s = sum_none();
+            before += GROUP_BYTES;
+        }
         while (length > GROUP_BYTES - SM4_BLOCK) { /* 64 blocks, the last one perhaps cut */
             size_t now = length < GROUP_BYTES ? length : GROUP_BYTES;
             const uint8_t *from = in;

@@ -88,6 +88,21 @@ def test_powers_of_two_up_to_4_mib():
 
 
 @built
+def test_lengths_around_the_widest_groups():
+    """64 blocks and twice as many, apart and in place."""
+    draw = random.Random(SEED)
+    for length in (edge + by for edge in range(1024, 9217, 1024) for by in range(-17, 18)):
+        key, nonce = draw.randbytes(16), draw.randbytes(12)
+        text, aad = draw.randbytes(length), draw.randbytes(draw.randrange(AAD_MAX + 1))
+        sealed = oracle(key, nonce, text, aad)
+        for cipher in ciphers(key, one_message=length % 2 == 0).values():
+            assert cipher.seal(nonce, text, aad) == sealed, (SEED, cipher.tier, length)
+            at = draw.randrange(64), draw.randrange(64)
+            for in_place in (False, True):
+                compare_in_buffers(cipher, at, nonce, text, aad, sealed, in_place=in_place)
+
+
+@built
 def test_long_additional_data():
     draw = random.Random(SEED)
     material = draw.randbytes(1 << 17)

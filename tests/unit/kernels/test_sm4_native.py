@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Around the widths at which passes and batches end, in bytes.
-EDGES = [edge + by for edge in range(512, 3200, 128) for by in (-17, -16, -1, 0, 1)]
+EDGES = [
+    edge + by for edge in (*range(512, 3200, 128), 4096, 5120, 6144) for by in (-17, -16, -1, 0, 1)
+]
 
 
 @pytest.fixture(scope="module")
