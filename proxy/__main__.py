@@ -8,9 +8,13 @@ import logging
 import os
 import resource
 import sys
+from typing import TYPE_CHECKING
 
 from proxy.config import Settings, read
 from proxy.settings import SettingsError, StartError, service_variables
+
+if TYPE_CHECKING:
+    from proxy.workers import Worker
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
 
@@ -32,21 +36,27 @@ def main(argv: list[str] | None = None) -> int:
         for line in problem.problems:
             print(f"tongguan sidecar: {line}", file=sys.stderr)  # noqa: T201 - before logging
         return EXIT_USAGE
-    return serve(settings, arguments.config)
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    if settings.workers == 1:
+        return serve(settings, arguments.config)
+    from proxy.supervisor import supervise  # noqa: PLC0415 - only with several workers
+
+    # Forks here, where nothing has threads, sockets or keys yet; each worker returns as itself.
+    found = supervise(settings)
+    return found if isinstance(found, int) else serve(settings, arguments.config, found)
 
 
-def serve(settings: Settings, path: str | None) -> int:
+def serve(settings: Settings, path: str | None, worker: Worker | None = None) -> int:
     """Run a sidecar until a signal; return the exit code."""
     import uvloop  # noqa: PLC0415 - `--help` has no use for it
 
     from proxy.lifecycle import Sidecar  # noqa: PLC0415
     from proxy.reload import Source  # noqa: PLC0415
 
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
     ignored = service_variables(os.environ)
     if ignored:
         logging.getLogger("proxy").info("ignored, Kubernetes made them: %s", " ".join(ignored))
@@ -56,7 +66,7 @@ def serve(settings: Settings, path: str | None) -> int:
     asyncio.set_event_loop(loop)
     try:
         source = Source(path, dict(os.environ), settings)
-        loop.run_until_complete(Sidecar(settings, loop, source).run())
+        loop.run_until_complete(Sidecar(settings, loop, source, worker).run())
     except SettingsError as problem:
         logging.getLogger("proxy").critical("cannot start: %s", problem)
         return EXIT_USAGE

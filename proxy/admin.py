@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import orjson
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from proxy.health import Health
+    from proxy.workers import Siblings
 
 HEAD_LIMITS = HeadLimits(head_bytes=16 << 10, field_bytes=8 << 10, fields=64)
 CONNECTIONS_MAX = 64
@@ -102,9 +104,16 @@ class AdminDoor:
     """The door and its thread. `start` returns when it listens."""
 
     def __init__(
-        self, health: Health, token: bytes, on_drain: Callable[[], None], loop_name: str = "admin"
+        self,
+        health: Health,
+        token: bytes,
+        on_drain: Callable[[], None],
+        siblings: Siblings | None = None,
+        loop_name: str = "admin",
     ) -> None:
         self._health = health
+        self._siblings = siblings
+        self._private = False
         self._token = token
         self._on_drain = on_drain
         self._registry: CollectorRegistry | None = None
@@ -115,11 +124,20 @@ class AdminDoor:
         self.refused = 0
 
     def start(self, address: str) -> None:
-        """Listen; raises OSError."""
-        host, port = split_address(address)
+        """Listen on `host:port` or `unix:/path`, which only this user can reach; raises OSError."""
+        if address.startswith("unix:"):
+            Path(address.removeprefix("unix:")).unlink(missing_ok=True)  # of one that ended
         self._thread.start()
-        opening = self._loop.create_server(lambda: Admin(self), host, port, reuse_address=True)
+        opening = self._open(address)
         self._server = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+
+    async def _open(self, address: str) -> asyncio.Server:
+        path = address.removeprefix("unix:")
+        if path != address:
+            self._private = True
+            return await self._loop.create_unix_server(lambda: Admin(self), path)
+        host, port = split_address(address)
+        return await self._loop.create_server(lambda: Admin(self), host, port, reuse_address=True)
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -139,11 +157,16 @@ class AdminDoor:
         get = head.method in (b"GET", b"HEAD")
         if path == b"/livez" and get:
             problems = self._health.dead()
+            if self._siblings is not None:
+                problems += self._siblings.stuck()
             report = {"live": not problems, "reasons": problems, "lag_ms": self._health.lag_ms()}
             return (503 if problems else 200), JSON, orjson.dumps(report)
         if path == b"/readyz" and get:
-            reasons = self._health.unready()
-            ready = {"ready": not reasons, "reasons": reasons, "notes": self._health.notes()}
+            reasons, notes = self._health.unready(), self._health.notes()
+            if self._siblings is not None:
+                reasons += self._siblings.unready()
+                notes += self._siblings.notes()
+            ready = {"ready": not reasons, "reasons": reasons, "notes": notes}
             return (503 if reasons else 200), JSON, orjson.dumps(ready)
         if path == b"/metrics" and get:
             return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
@@ -156,16 +179,24 @@ class AdminDoor:
             return 200, JSON, orjson.dumps(describe(self._health.settings))
         if path == b"/drain" and head.method == b"POST":
             self._on_drain()
+            self._tell(head, b"")
             return 200, JSON, b'{"draining":true}'
         if path == b"/loglevel" and head.method == b"POST":
             level = body.strip().decode("latin-1").lower()
             if level not in LEVELS:
                 raise RequestError("invalid_request", "expected one of " + ", ".join(LEVELS))
             logging.getLogger().setLevel(level.upper())
+            self._tell(head, level.encode())
             return 200, JSON, orjson.dumps({"level": level})
         raise RequestError("method_not_allowed", "not with this method")
 
+    def _tell(self, head: RequestHead, body: bytes) -> None:
+        if self._siblings is not None:
+            self._siblings.tell(head.method + b" " + head.target, body)
+
     def _allowed(self, peer: str, head: bytes) -> bool:
+        if self._private:
+            return True
         try:
             if ipaddress.ip_address(peer).is_loopback:
                 return True
@@ -192,4 +223,5 @@ class AdminDoor:
             self._registry = CollectorRegistry()
             self._registry.register(Collector(self._health.context))
             ProcessCollector(registry=self._registry)
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        return text if self._siblings is None else self._siblings.metrics(text.decode()).encode()

@@ -23,6 +23,7 @@ from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setti
 # Rooms with settings of their own; each checks its own names.
 OTHER_ROOMS = ("AGENT_", "UP_", "CLIENT_")
 
+WORKERS_MAX = 64
 QosName = Literal["P0", "P1", "P2"]
 
 
@@ -211,6 +212,9 @@ class Settings:
     """All of it."""
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log level")
+    workers: int = setting(
+        1, "processes behind the app door; bounds are of each", ge=1, le=WORKERS_MAX
+    )
     doors: Doors = field(default_factory=Doors)
     pools: Pools = field(default_factory=Pools)
     qos: Qos = field(default_factory=Qos)

@@ -266,6 +266,10 @@ class Context:
         """Return the requests in flight over all pools."""
         return sum(route.state.inflight for route in self.routes.values())
 
+    def gauges(self) -> tuple[int, int]:
+        """Return (requests in flight, requests begun), for the chain's heartbeats."""
+        return self.in_flight(), sum(self.counters.started.values())
+
     # -- ends
 
     def refused_head(self, door: str, code: str) -> None:

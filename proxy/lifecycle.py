@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import logging
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
-
 from proxy.admin import AdminDoor
+from proxy.audit.trace_id import MACHINES, TraceIds, machine_from_node
 from proxy.clock import SystemClock
-from proxy.config import Settings, describe, split_address
+from proxy.config import Settings, split_address
 from proxy.context import Context
 from proxy.health import TICK_NS, Health
-from proxy.recorder import Recorder
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
+from proxy.starting import config_digest, start_audit
 
 if TYPE_CHECKING:
-    from proxy.audit.signing import NoteSigner
-    from proxy.keys.provider import KeyProvider
+    from proxy.workers import Worker
 
 TICK_S = TICK_NS / 1e9
 FLUSH_EVERY_TICKS = 10
@@ -45,14 +41,24 @@ log = logging.getLogger(__name__)
 class Sidecar:
     """One sidecar process."""
 
-    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, source: Source) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        loop: asyncio.AbstractEventLoop,
+        source: Source,
+        worker: Worker | None = None,
+    ) -> None:
         self._settings = settings  # as they were at the start
         self._source = source
+        self._worker = worker
         self._loop = loop
         self._clock = SystemClock()
         identity = settings.identity
         self._node = identity.node or socket.gethostname()
         self._context = Context(settings, self._clock, loop, self._node)
+        if worker is not None:
+            machine = (machine_from_node(self._node) + worker.index) % MACHINES
+            self._context.trace_ids = TraceIds(machine)
         self._health = Health(self._context, self._clock)
         self._servers: list[asyncio.Server] = []
         self._admin: AdminDoor | None = None
@@ -78,8 +84,11 @@ class Sidecar:
     # -- start
 
     async def _start(self) -> None:
-        settings, context = self._settings, self._context
+        settings, context, worker = self._settings, self._context, self._worker
         doors = settings.doors
+        if worker is not None:
+            doors = worker.doors(settings)
+            self._loop.add_reader(worker.parent, self._on_orphaned)
         try:
             choose_tier(settings.envelope.sm4_tier)
         except ValueError as problem:
@@ -89,7 +98,8 @@ class Sidecar:
                 token = one_line(doors.admin_token_file, "doors.admin_token_file")
             except SettingsError as problem:
                 raise StartError(str(problem)) from None
-            self._admin = AdminDoor(self._health, token, self._start_drain)
+            siblings = worker.siblings() if worker is not None and worker.first else None
+            self._admin = AdminDoor(self._health, token, self._start_drain, siblings)
             try:
                 self._admin.start(doors.admin)
             except OSError as problem:
@@ -106,7 +116,8 @@ class Sidecar:
             context.routes[name].upstreams.tls = trusted
         keys = context.keys = loaded.keys
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
-        self._start_audit(keys)
+        index = None if worker is None else worker.index
+        start_audit(settings, context, keys, self._clock, self._node, index)
         if doors.app:
             await self._open("app", doors.app)
         if doors.sealed and keys is not None:
@@ -120,6 +131,8 @@ class Sidecar:
         self._tick()
         self._health.started = True
         self._watcher.start()
+        if worker is not None:
+            worker.serving()
         # What was made at start lives as long as the process: no collection has to look at it.
         gc.collect()
         gc.freeze()
@@ -128,7 +141,7 @@ class Sidecar:
         log.info(
             "serving: app=%s sealed=%s admin=%s sm4=%s audit=%s",
             doors.app or "off",
-            doors.sealed if keys is not None else "off",
+            doors.sealed if doors.sealed and keys is not None else "off",
             doors.admin or "off",
             tier(),
             "on" if context.audit is not None else "off",
@@ -144,86 +157,12 @@ class Sidecar:
                 port,
                 backlog=self._settings.doors.backlog,
                 reuse_address=True,
+                reuse_port=self._worker is not None,
             )
         except OSError as problem:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
         self._servers.append(server)
         self._health.listeners[door] = server
-
-    def _start_audit(self, keys: KeyProvider | None) -> None:
-        settings, context = self._settings.audit, self._context
-        if not settings.enabled or not settings.dir:
-            log.warning("audit is off: audit.dir is not set")
-            return
-        seed = None if keys is None else keys.chain_seed()
-        if seed is None:
-            raise StartError("audit.dir is set, but no chain seed: set keys.file")
-        auditor = None if keys is None else keys.auditor_public()
-        mode = settings.token_ids or "sealed"
-        if mode == "sealed" and auditor is None:
-            raise StartError(
-                "token ids are sealed to the auditor, but the key file has no auditor key: "
-                "make one, or set audit.token_ids to commit, plain or off"
-            )
-        from proxy.audit.setup import AuditError, ChainConfig  # noqa: PLC0415
-        from proxy.audit.writer import AuditWriter  # noqa: PLC0415
-
-        config = ChainConfig(
-            dir=Path(settings.dir),
-            origin=self._origin(),
-            seed_id=seed[0],
-            seed=seed[1],
-            alg=settings.alg,
-            token_ids=mode,
-            auditor_public=auditor,
-            on_failure=settings.on_failure,
-            flush_ms=settings.flush_ms,
-            flush_records=settings.flush_records,
-            segment_bytes=settings.segment_bytes,
-            heartbeat_s=settings.heartbeat_s,
-            genesis=self._genesis(),
-            signers=self._signers(keys),
-        )
-        try:
-            context.audit = AuditWriter.start(config, self._clock, self._loop, self._gauges)
-        except (AuditError, OSError) as problem:
-            raise StartError(f"audit.dir: {problem}") from None
-        context.recorder = Recorder(self._loop, context.audit)
-        context.observing.enabled = True
-
-    def _signers(self, keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
-        rows = () if keys is None else keys.checkpoint_keys()
-        if not rows:
-            log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")
-            return ()
-        from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - 6 MB of RSS
-
-        try:
-            return tuple(NoteSigner(*row) for row in rows)
-        except ValueError as problem:
-            raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
-
-    def _gauges(self) -> tuple[int, int]:
-        return self._context.in_flight(), sum(self._context.counters.started.values())
-
-    def _origin(self) -> str:
-        identity = self._settings.identity
-        start_ns = self._clock.wall_ns()
-        if identity.pod_uid:
-            place = f"{identity.namespace}/{identity.pod}/{identity.pod_uid}"
-            return f"{identity.cluster}/{place}/{start_ns}"
-        return f"{identity.pod or self._node}/{os.getpid()}/{start_ns}"
-
-    def _genesis(self) -> dict[str, object]:
-        settings = self._settings
-        return {
-            "config_sha256": _digest(settings),
-            "image": settings.identity.image,
-            "clock_source": "wall at start + boottime",
-            "clock_bound_ms": 5000,
-            "machine_source": "node_name",
-            "prompt_hash_mode": settings.audit.prompt_hash_mode,
-        }
 
     # -- settings
 
@@ -251,7 +190,9 @@ class Sidecar:
         if loaded.kept:
             log.warning("not changed before a restart: %s", ", ".join(loaded.kept))
         if made.audit is not None:
-            made.audit.append("decision", {"what": "reload", "config_sha256": _digest(settings)})
+            made.audit.append(
+                "decision", {"what": "reload", "config_sha256": config_digest(settings)}
+            )
         counters.loaded_wall_s = self._clock.wall_ms() / 1000
         counters.reloads["ok"] += 1
 
@@ -292,6 +233,12 @@ class Sidecar:
             os._exit(0)
         log.info("draining: at most %g s", self._context.settings.timeouts.drain_s)
         self._stopping.set()
+
+    def _on_orphaned(self) -> None:
+        assert self._worker is not None
+        self._loop.remove_reader(self._worker.parent)
+        log.critical("the supervisor is gone")
+        self._on_signal()
 
     def _start_drain(self) -> None:
         # From the admin thread, and before its answer: who asks readyz next must see it.
@@ -349,11 +296,6 @@ class Sidecar:
                 log.critical("audit: %s", problem)
         if self._admin is not None:
             self._admin.stop()
-
-
-def _digest(settings: Settings) -> str:
-    plain = orjson.dumps(describe(settings), option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(plain).hexdigest()
 
 
 def _port_problem(name: str, address: str, problem: OSError) -> str:

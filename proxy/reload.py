@@ -6,7 +6,7 @@ each time: a mounted directory changes by a swapped link. A file that is still b
 until it has been the same for `SETTLE_S`.
 
 What a process cannot change while it runs is kept as it was at the start and named
-(`KEPT_SECTIONS`, and all doors but their number of connections).
+(`keep_fixed`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ POLL_S = 2.0
 SETTLE_S = 0.1
 SETTLE_TIMES_MAX = 50
 POOLS: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
-KEPT_SECTIONS = ("identity", "keys", "envelope", "audit")
 
 Print = dict[Path, tuple[int, int, int, int] | None]
 """What tells a file from another one of its name, or from itself when it was written again."""
@@ -131,6 +130,7 @@ def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
     doors = dataclasses.replace(start.doors, connections=new.doors.connections)
     settings = dataclasses.replace(
         new,
+        workers=start.workers,
         doors=doors,
         identity=start.identity,
         keys=start.keys,

@@ -281,3 +281,20 @@ def test_the_password_comes_from_its_file_and_is_shown_nowhere(
             sidecar.admin_ask("GET", path).body for path in ("/config", "/metrics", "/readyz")
         )
         assert PASSWORD.encode() not in shown
+
+
+def test_workers_share_the_sealed_door_and_take_an_envelope_once(
+    tmp_path, backend, keys, store, channel, upstream
+):
+    with replica(tmp_path / "s", backend, keys, store, WORKERS=3) as sidecar:
+        until(lambda: sidecar.log_since.count("serving:") == 3, "all workers")
+        until(lambda: ready(sidecar), "ready")
+        for _ in range(4):
+            sealed = channel.seal(CHAT)
+            answers = [ask(sidecar, sealed.request()) for _ in range(12)]
+            taken = [answer for answer in answers if answer.status == 200]
+            assert len(taken) == 1
+            assert sealed.open(taken[0])[0] == 200
+        assert sidecar.metric("tongguan_proxy_envelopes_opened_total") == 4
+        assert counted(sidecar, "replayed") == 44
+    assert len(upstream.seen) == 4

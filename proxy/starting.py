@@ -1,0 +1,118 @@
+"""Starting the audit chain.
+
+Whose chain it is, under which keys, and what its genesis says. Without `audit.dir` there is none,
+and that is logged; with it and without what it needs the sidecar does not start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.config import WORKERS_MAX, Settings, describe
+from proxy.recorder import Recorder
+from proxy.settings import StartError
+
+if TYPE_CHECKING:
+    from proxy.audit.signing import NoteSigner
+    from proxy.clock import SystemClock
+    from proxy.context import Context
+    from proxy.keys.provider import KeyProvider
+
+log = logging.getLogger(__name__)
+
+
+def start_audit(
+    settings: Settings,
+    context: Context,
+    keys: KeyProvider | None,
+    clock: SystemClock,
+    node: str,
+    worker: int | None,
+) -> None:
+    """Give `context` its chain; `worker`: which of several this is. Raises StartError."""
+    row = settings.audit
+    if not row.enabled or not row.dir:
+        log.warning("audit is off: audit.dir is not set")
+        return
+    seed = None if keys is None else keys.chain_seed()
+    if seed is None:
+        raise StartError("audit.dir is set, but no chain seed: set keys.file")
+    auditor = None if keys is None else keys.auditor_public()
+    mode = row.token_ids or "sealed"
+    if mode == "sealed" and auditor is None:
+        raise StartError(
+            "token ids are sealed to the auditor, but the key file has no auditor key: "
+            "make one, or set audit.token_ids to commit, plain or off"
+        )
+    from proxy.audit.setup import AuditError, ChainConfig  # noqa: PLC0415 - only with a chain
+    from proxy.audit.writer import AuditWriter  # noqa: PLC0415
+
+    config = ChainConfig(
+        dir=Path(row.dir),
+        origin=_origin(settings, clock, node, worker),
+        seed_id=seed[0],
+        seed=seed[1],
+        alg=row.alg,
+        token_ids=mode,
+        auditor_public=auditor,
+        on_failure=row.on_failure,
+        flush_ms=row.flush_ms,
+        flush_records=row.flush_records,
+        segment_bytes=row.segment_bytes,
+        heartbeat_s=row.heartbeat_s,
+        genesis=_genesis(settings),
+        signers=_signers(keys),
+    )
+    try:
+        context.audit = AuditWriter.start(config, clock, context.loop, context.gauges)
+    except (AuditError, OSError) as problem:
+        raise StartError(f"audit.dir: {problem}") from None
+    context.recorder = Recorder(context.loop, context.audit)
+    context.observing.enabled = True
+
+
+def _signers(keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
+    rows = () if keys is None else keys.checkpoint_keys()
+    if not rows:
+        log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")
+        return ()
+    from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - 6 MB of RSS
+
+    try:
+        return tuple(NoteSigner(*row) for row in rows)
+    except ValueError as problem:
+        raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
+
+
+def _origin(settings: Settings, clock: SystemClock, node: str, worker: int | None) -> str:
+    identity = settings.identity
+    start_ns = clock.wall_ns()
+    if worker is not None:  # two that start in one moment are two chains
+        start_ns = start_ns // WORKERS_MAX * WORKERS_MAX + worker
+    if identity.pod_uid:
+        place = f"{identity.namespace}/{identity.pod}/{identity.pod_uid}"
+        return f"{identity.cluster}/{place}/{start_ns}"
+    return f"{identity.pod or node}/{os.getpid()}/{start_ns}"
+
+
+def _genesis(settings: Settings) -> dict[str, object]:
+    return {
+        "config_sha256": config_digest(settings),
+        "image": settings.identity.image,
+        "clock_source": "wall at start + boottime",
+        "clock_bound_ms": 5000,
+        "machine_source": "node_name",
+        "prompt_hash_mode": settings.audit.prompt_hash_mode,
+    }
+
+
+def config_digest(settings: Settings) -> str:
+    """Return what names these settings in the chain."""
+    plain = orjson.dumps(describe(settings), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(plain).hexdigest()
