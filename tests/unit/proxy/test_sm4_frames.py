@@ -169,3 +169,27 @@ def test_a_malformed_stream_is_not_made(arguments: tuple[object, ...]) -> None:
 def test_a_malformed_call_is_refused(native: sm4.Frames, arguments: tuple[object, ...]) -> None:
     with pytest.raises(TypeError):
         native.seal(*arguments)
+
+
+def test_an_arguments_error_stops_before_the_next_argument_is_asked(native: sm4.Frames) -> None:
+    """Its code would run while that error is set: a SystemError instead of the error."""
+
+    class Flag:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def __bool__(self) -> bool:
+            self.asked += 1
+            if self.asked > 1:
+                raise KeyError("asked")
+            return True
+
+    flags = Flag(), Flag()
+    with pytest.raises(TypeError, match="integer"):
+        native.seal(b"", "16", *flags)  # type: ignore[arg-type]
+    assert [flag.asked for flag in flags] == [0, 0]
+    flags[0].asked = 1
+    with pytest.raises(KeyError):
+        native.seal(b"", 16, *flags)  # type: ignore[arg-type]
+    assert flags[1].asked == 0
+    assert native.seal(b"", 16, False, False)[:4] == bytes([0, 0, 0, 32])
