@@ -6,7 +6,7 @@ arguments. A `head` is written once, before anything else; `end` once, after eve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from proxy.errors import REASON_PHRASES
 from proxy.http.chunked import LAST_CHUNK, frame
@@ -19,36 +19,13 @@ ENVELOPE_TYPE = b"application/x-sm4-envelope"
 _SEALED_COMMON = b"Cache-Control: no-store, no-transform\r\nX-Accel-Buffering: no\r\n"
 
 
-class Answer(Protocol):
-    """One way to write an answer."""
+class Answer:
+    """One way to write an answer; this one: a body in clear, as it comes."""
 
-    ends_by_close: bool  # only the connection's end delimits it
-
-    def framing(self) -> bytes:
-        """Return the header fields that say where the body ends."""
-        ...
-
-    def start(self) -> bytes:
-        """Return what goes before the first body byte."""
-        ...
-
-    def data(self, body: bytes) -> bytes:
-        """Return `body` as it goes on the wire."""
-        ...
-
-    def end(self) -> bytes:
-        """Return the regular end."""
-        ...
-
-
-class Passed:
-    """A body in clear, as it comes: what the forms below have in common."""
-
-    __slots__ = ()
-    ends_by_close = False
+    ends_by_close = False  # True: only the connection's end delimits it
 
     def framing(self) -> bytes:
-        """Nothing."""
+        """Return the header fields that say where the body ends: none."""
         return b""
 
     def start(self) -> bytes:
@@ -64,10 +41,8 @@ class Passed:
         return b""
 
 
-class Lengthed(Passed):
+class Lengthed(Answer):
     """A body whose length is known."""
-
-    __slots__ = ("_length",)
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -77,10 +52,8 @@ class Lengthed(Passed):
         return b"Content-Length: %d\r\n" % self._length
 
 
-class Bodiless(Passed):
+class Bodiless(Answer):
     """An answer to HEAD, 204 or 304; `length` is what a GET would have sent, if known."""
-
-    __slots__ = ("_length",)
 
     def __init__(self, length: int | None) -> None:
         self._length = length
@@ -95,10 +68,8 @@ class Bodiless(Passed):
         return b""
 
 
-class Chunked(Passed):
+class Chunked(Answer):
     """A body of unknown length to an HTTP/1.1 client."""
-
-    __slots__ = ()
 
     def framing(self) -> bytes:
         """Transfer-Encoding."""
@@ -113,17 +84,14 @@ class Chunked(Passed):
         return LAST_CHUNK
 
 
-class UntilClose(Passed):
+class UntilClose(Answer):
     """A body of unknown length to an HTTP/1.0 client (RFC 9112 section 6.3, rule 8)."""
 
-    __slots__ = ()
     ends_by_close = True
 
 
-class SealedStream:
+class SealedStream(Answer):
     """Frames of an envelope, in an event stream or raw, inside another answer form."""
-
-    __slots__ = ("_outer", "_sealer", "ends_by_close")
 
     def __init__(self, sealer: StreamSealer, outer: Chunked | UntilClose) -> None:
         self._sealer = sealer

@@ -112,7 +112,6 @@ class Exchange:
     class attributes: all this is made on the hot path.
     """
 
-    progress = Progress.READING
     closed = False
     qos: QosClass = "P1"
     pool: PoolName = "shared"
@@ -133,6 +132,9 @@ class Exchange:
     method = b""
     target = b""
     start_ns = 0
+
+    def __init__(self) -> None:
+        self.progress = Progress.READING
 
     def since_start_us(self, at_ns: int) -> int | None:
         """Return microseconds from the accepted head to `at_ns`; None if that never came (0)."""

@@ -8,8 +8,8 @@ hot path compares nothing and formats little. Pure, but for the counters it poin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+<<<<<<< HEAD
 from proxy.qos.classes import CLASSES, UnknownClassError, Verdict, classify
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 # Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
 OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
+=======
+from proxy.config import Pool, Qos
+from proxy.metrics import Histogram
+from proxy.qos.classes import CLASSES, PoolName, QosClass, UnknownClassError, Verdict, classify
+from proxy.qos.pools import PoolState
+from proxy.upstream import Upstreams
+>>>>>>> 54e72ca (Compile the data path)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from proxy.admin import AdminDoor
 from proxy.audit.trace_id import MACHINES, TraceIds, machine_from_node
@@ -21,6 +21,7 @@ from proxy.clock import SystemClock
 from proxy.config import Settings, split_address
 from proxy.context import Context
 from proxy.health import TICK_NS, Health
+from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
 from proxy.settings import SettingsError, StartError, one_line
@@ -139,11 +140,12 @@ class Sidecar:
         # Requests make no cycles; their objects die by reference count, so look less often.
         gc.set_threshold(10_000, 20, 20)
         log.info(
-            "serving: app=%s sealed=%s admin=%s sm4=%s audit=%s",
+            "serving: app=%s sealed=%s admin=%s sm4=%s path=%s audit=%s",
             doors.app or "off",
             doors.sealed if doors.sealed and keys is not None else "off",
             doors.admin or "off",
             tier(),
+            built(),
             "on" if context.audit is not None else "off",
         )
 
@@ -152,7 +154,8 @@ class Sidecar:
         context = self._context
         try:
             server = await self._loop.create_server(
-                lambda: Downstream(context.current.context, door),
+                # One by its methods; as a subclass it could not be compiled to a native class.
+                lambda: cast("asyncio.Protocol", Downstream(context.current.context, door)),
                 host,
                 port,
                 backlog=self._settings.doors.backlog,

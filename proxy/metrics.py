@@ -62,6 +62,11 @@ class Histogram:
         return rows
 
 
+def built() -> str:
+    """Return how the data path runs here: `compiled`, or `interpreted` without a compiler."""
+    return "interpreted" if __file__.endswith(".py") else "compiled"
+
+
 class Counters:
     """What the data path counts. Written by the loop's thread only, read by any."""
 

@@ -84,7 +84,6 @@ class Observation(Exchange):
     between_events = True
 
     prompt_key: bytes | None = None
-    _added: frozenset[str] = NO_FIELDS
     _held = 0
     _observed = False
     _request_body = b""
@@ -96,6 +95,10 @@ class Observation(Exchange):
     _output: tuple[str | None, int | None] = (None, None)
     _stream: StreamObserver | None = None
     _reported: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._added = NO_FIELDS
 
     # -- the request
 

@@ -43,6 +43,7 @@ class Relay(Dispatch):
     def __init__(
         self, context: Context, downstream: Client, head: RequestHead, now_ns: int
     ) -> None:
+        super().__init__()
         self.context = context
         self.shared = context.observing
         self.downstream = downstream
@@ -51,7 +52,7 @@ class Relay(Dispatch):
         self.method = head.method
         self.target = head.target
         self.start_ns = now_ns
-        self._pieces: list[bytes] = []
+        self._pieces = []
         self._out = []
 
     # -- the request

@@ -16,7 +16,11 @@ from prometheus_client.core import (
 )
 
 from kernels.wire import AVAILABLE
+<<<<<<< HEAD
 from proxy.qos.pools import STATE_NAMES
+=======
+from proxy.metrics import built
+>>>>>>> 54e72ca (Compile the data path)
 from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:
@@ -236,6 +240,7 @@ class Collector:
             value=context.signatures.pending,
         )
         yield InfoMetricFamily("tongguan_proxy_sm4", "Cipher tier.", value={"tier": tier()})
+        yield InfoMetricFamily("tongguan_proxy_path", "The data path.", value={"built": built()})
         readers = "c" if AVAILABLE else "pure"
         yield InfoMetricFamily("tongguan_proxy_readers", "Who reads.", value={"wire": readers})
         if context.receiver is not None:

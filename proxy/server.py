@@ -48,7 +48,7 @@ class State(IntEnum):
     CLOSED = 5
 
 
-class Downstream(asyncio.Protocol):
+class Downstream:
     """One client connection on one door."""
 
     __slots__ = (
@@ -220,8 +220,8 @@ class Downstream(asyncio.Protocol):
             if used < len(data):
                 self._buffer = data[used:]
             self._request_whole(relay)
-        except ChunkError as problem:
-            relay.refuse(RequestError("invalid_request", str(problem)), keep=False)
+        except ChunkError as broken:
+            relay.refuse(RequestError("invalid_request", str(broken)), keep=False)
         except RequestError as problem:
             relay.refuse(problem, keep=False)
 

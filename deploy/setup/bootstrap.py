@@ -11,7 +11,8 @@ whole downloads) and a run with nothing to do takes a blink. It never touches an
     python3 deploy/setup/bootstrap.py --dev    and what `make test` needs
 
 Environment: `TONGGUAN_UP_TORCH` replaces the requirement `torch==<pinned>` (a version with a local
-suffix, a wheel's path); pip's own `PIP_*` variables and configuration are honoured.
+suffix, a wheel's path); `TONGGUAN_UP_COMPILE=no` leaves the sidecar's data path interpreted; pip's
+own `PIP_*` variables and configuration are honoured.
 
 Exit codes: 0 done, 1 something failed (one line says what and how to go on), 130 interrupted.
 """
@@ -76,7 +77,7 @@ def stages(constraints: str, torch: str | None, *, dev: bool) -> list[tuple[str,
     extras = "agent,client,dev" if dev else "agent,client"
     return [
         ("torch", [torch or pinned(constraints, "torch")]),
-        ("setuptools", [pinned(constraints, "setuptools")]),
+        ("build tools", [pinned(constraints, name) for name in ("setuptools", "mypy")]),
         ("tongguan", ["--no-build-isolation", "--editable", f"{ROOT}[{extras}]"]),
         ("model", ["--no-deps", pinned(constraints, MODEL)]),
     ]
@@ -91,9 +92,14 @@ def stamp_of(pyproject: bytes, constraints: bytes, torch: str | None, python: st
 
 
 def extension_sources(root: Path) -> bytes:
-    """Return a digest of the C sources that the project's stage compiles, names included."""
+    """Return a digest of what the project's stage compiles, names included."""
+    import tomllib  # noqa: PLC0415 - an old Python has to get as far as being told
+
+    with (root / "pyproject.toml").open("rb") as file:
+        modules = tomllib.load(file)["tool"]["tongguan"]["compiled"]
+    paths = [*root.glob("kernels/*/*.[ch]"), *(root / module for module in modules)]
     digest = hashlib.sha256()
-    for path in sorted(root.glob("kernels/*/*.[ch]")):
+    for path in sorted(paths):
         for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.digest()
@@ -321,8 +327,9 @@ def warn_before_torch(arguments: list[str]) -> None:
 
 def drop_extensions(root: Path) -> None:
     """Remove extensions built before: without a compiler the old ones would stay and not fit."""
-    for path in root.glob("kernels/*/*.so"):
-        path.unlink(missing_ok=True)
+    for room in ("kernels", "proxy"):
+        for path in root.glob(f"{room}/**/*.so"):
+            path.unlink(missing_ok=True)
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -350,7 +357,9 @@ def run(*, dev: bool) -> None:
     torch = os.environ.get(TORCH_VARIABLE) or None
     constraints = CONSTRAINTS.read_text(encoding="utf-8")
     pyproject = (ROOT / "pyproject.toml").read_bytes()
-    base = stamp_of(pyproject, constraints.encode(), torch, f"{sys.version_info[:2]} {ROOT}")
+    compile_path = os.environ.get("TONGGUAN_UP_COMPILE", "")
+    place = f"{sys.version_info[:2]} {ROOT} {compile_path}"
+    base = stamp_of(pyproject, constraints.encode(), torch, place)
     sources = extension_sources(ROOT).hex()
     fresh = hashlib.sha256(f"{base} {sources}".encode()).hexdigest()[:32]
     path = VENV / "tongguan-setup.json"

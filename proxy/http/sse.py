@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from proxy.http.body import CHOICES_MAX, IDS, OPTIONS, TEXT_MAX, cut_ids, u32_ids
+from proxy.http.event import UNREADABLE, Event, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,29 +118,6 @@ class EventSplitter:
         return events
 
 
-class _Delta(msgspec.Struct):
-    content: Any = None
-
-
-class _Choice(msgspec.Struct):
-    index: Any = 0
-    delta: _Delta | None = None
-    text: Any = None
-    finish_reason: Any = None
-    token_ids: Any = msgspec.UNSET
-    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: Any = None
-    model: Any = None
-    token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode = msgspec.json.Decoder(_Event).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # In valid JSON a quote right after a comma opens a name, so each match is a member; that it is one
 # of the right objects is checked by counting.
 _ID_MEMBER = re.compile(rb',"(?:prompt_)?token_ids": ?(?:null|\[[0-9, ]*\])(?=[,}])')
@@ -228,13 +206,13 @@ class StreamObserver:
         self._take(_payload(held)[0])
         return b""
 
-    def _take(self, payload: bytes | None) -> _Event | None:
+    def _take(self, payload: bytes | None) -> Event | None:
         """Observe the data of one event."""
         if payload is None:
             return None
         try:
-            event = _decode(payload)
-        except _UNREADABLE:
+            event = decode(payload)
+        except UNREADABLE:
             if payload == b"[DONE]":
                 self.done = True
             elif payload[:1] == b"{":
@@ -304,7 +282,7 @@ def _payload(event: bytes) -> tuple[bytes | None, int]:
     return b"\n".join([line[1] or b"" for line in lines]), -1
 
 
-def _without_ids(payload: bytes, seen: _Event) -> bytes:
+def _without_ids(payload: bytes, seen: Event) -> bytes:
     """Return the data without the id members of the event and of its choices."""
     unset = msgspec.UNSET
     known = (seen.token_ids is not unset) + (seen.prompt_token_ids is not unset)

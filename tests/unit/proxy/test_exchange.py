@@ -118,7 +118,7 @@ def test_exchanges_share_no_state():
     first, second = Exchange(), Exchange()
     first.finish()
     first.status = 200
-    assert (second.closed, second.status, Exchange.closed) == (False, 0, False)
+    assert (second.closed, second.status, Exchange().closed) == (False, 0, False)
 
 
 @pytest.mark.parametrize(

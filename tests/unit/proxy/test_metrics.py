@@ -18,8 +18,12 @@ from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
 from proxy.config import Settings, load
 from proxy.context import Context
+<<<<<<< HEAD
 from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram
 from proxy.qos.pools import STATE_NAMES
+=======
+from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram, built
+>>>>>>> 54e72ca (Compile the data path)
 from proxy.scrape import Collector
 from proxy.sm4.cipher import tier
 from proxy.sm4.envelope import REASONS
@@ -183,6 +187,7 @@ def test_a_scrape_is_read_by_prometheus_own_parser(full):
     assert value(full, "tongguan_proxy_audit_available") == 1
     assert value(full, "tongguan_proxy_live_kids") == 1
     assert value(full, "tongguan_proxy_sm4_info", tier=tier()) == 1
+    assert value(full, "tongguan_proxy_path_info", built=built()) == 1
 
 
 def test_every_limit_shows_also_those_counted_elsewhere(full):
