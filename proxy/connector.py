@@ -16,7 +16,7 @@ import logging
 import re
 import ssl
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from proxy.upstream import UpstreamConnection
 
@@ -152,26 +152,25 @@ class Upstreams:
         lessee.upstream_ready(connection)
 
     async def _made(self, endpoint: Endpoint) -> UpstreamConnection:
-        def factory() -> UpstreamConnection:
-            return UpstreamConnection(self, endpoint, self._limits)
+        def factory() -> asyncio.Protocol:
+            # One by its methods; as a subclass it could not be compiled to a native class.
+            return cast("asyncio.Protocol", UpstreamConnection(self, endpoint, self._limits))
 
         loop, address = self._loop, endpoint.address
         if isinstance(address, str):
-            return (await loop.create_unix_connection(factory, address))[1]
-        host, port = address
-        if not endpoint.tls:
-            return (await loop.create_connection(factory, host, port))[1]
-        return (
-            await loop.create_connection(
+            made = await loop.create_unix_connection(factory, address)
+        elif not endpoint.tls:
+            made = await loop.create_connection(factory, *address)
+        else:
+            made = await loop.create_connection(
                 factory,
-                host,
-                port,
+                *address,
                 ssl=self.tls,
-                server_hostname=host,
+                server_hostname=address[0],
                 ssl_handshake_timeout=self._connect_s,
                 ssl_shutdown_timeout=TLS_CLOSE_S,
             )
-        )[1]
+        return cast("UpstreamConnection", made[1])
 
     def _log(self, endpoint: Endpoint, problem: OSError) -> None:
         last_ns = self._logged_ns.get(endpoint.url)

@@ -32,16 +32,11 @@ class Dispatch(Reception):
     _pieces: list[bytes]  # of a body that waits: to be whole, or for a connection
     _endpoint: Endpoint | None = None
     _connection: UpstreamConnection | None = None
-<<<<<<< HEAD
-    _tried = NONE_TRIED
     _again = False  # it is being sent for the second time
     _probe = False  # it tries an endpoint that is not healthy
     _fault = False  # how it ended was the endpoint's fault
     # Lines, framing and body that the head was made of, where another pool may need another head.
     _parts: tuple[bytes, bytes, bytes] | None = None
-=======
-    _retried = False
->>>>>>> 54e72ca (Compile the data path)
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,26 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-<<<<<<< HEAD
-from proxy.qos.classes import CLASSES, UnknownClassError, Verdict, classify
-
-if TYPE_CHECKING:
-    from proxy.config import Pool, Qos
-    from proxy.connector import Upstreams
-    from proxy.metrics import Histogram
-    from proxy.qos.classes import PoolName, QosClass
-    from proxy.qos.pools import PoolState
-    from proxy.retry import Retries
-
-# Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
-OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
-=======
 from proxy.config import Pool, Qos
+from proxy.connector import Upstreams
 from proxy.metrics import Histogram
 from proxy.qos.classes import CLASSES, PoolName, QosClass, UnknownClassError, Verdict, classify
 from proxy.qos.pools import PoolState
-from proxy.upstream import Upstreams
->>>>>>> 54e72ca (Compile the data path)
+from proxy.retry import Retries
+
+# Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
+OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
 
 
 @dataclass(slots=True)

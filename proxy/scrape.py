@@ -16,11 +16,8 @@ from prometheus_client.core import (
 )
 
 from kernels.wire import AVAILABLE
-<<<<<<< HEAD
-from proxy.qos.pools import STATE_NAMES
-=======
 from proxy.metrics import built
->>>>>>> 54e72ca (Compile the data path)
+from proxy.qos.pools import STATE_NAMES
 from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ state has a deadline, checked by `tick`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, cast
@@ -25,6 +24,7 @@ from proxy.sockets import reset as reset_transport
 from proxy.sockets import untaken
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable
 
     from proxy.context import Context

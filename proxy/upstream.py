@@ -15,7 +15,6 @@ socket.
 
 from __future__ import annotations
 
-import asyncio
 import select
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -24,6 +23,8 @@ from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, HeadLimits, ResponseHead, parse_response
 
 if TYPE_CHECKING:
+    import asyncio
+
     from proxy.connector import Upstreams
     from proxy.qos.pools import Endpoint
 
@@ -320,135 +321,3 @@ class UpstreamConnection:
         self.write_paused = False
         if self.lessee is not None:
             self.lessee.upstream_writable(writable=True)
-<<<<<<< HEAD
-=======
-
-
-class Upstreams:
-    """The connections of one pool."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        limits: HeadLimits,
-        urls: Iterable[str],
-        *,
-        connect_s: float,
-        keepalive_s: float,
-        idle_max: int,
-    ) -> None:
-        self._loop = loop
-        self._limits = limits
-        self._connect_s = connect_s
-        self._keepalive_ns = int(keepalive_s * 1e9)
-        self._idle_max = idle_max
-        # By URL of an endpoint; one that is not here is no longer an endpoint.
-        self._idle: dict[str, deque[UpstreamConnection]] = {url: deque() for url in urls}
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._open: set[UpstreamConnection] = set()
-        self.connects = 0
-        self.connect_failures = 0
-        self.late_closes = 0
-        self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
-
-    def renew(
-        self,
-        limits: HeadLimits,
-        urls: Iterable[str],
-        *,
-        connect_s: float,
-        keepalive_s: float,
-        idle_max: int,
-    ) -> None:
-        """Take other settings; idle connections to endpoints that are gone are closed."""
-        self._limits = limits
-        self._connect_s = connect_s
-        self._keepalive_ns = int(keepalive_s * 1e9)
-        self._idle_max = idle_max
-        before, self._idle = self._idle, {}
-        for url in urls:
-            self._idle[url] = before.pop(url, deque[UpstreamConnection]())
-        for gone in before.values():
-            for connection in gone:
-                if connection.transport is not None:
-                    connection.transport.close()
-
-    def idle(self, endpoint: Endpoint) -> UpstreamConnection | None:
-        """Return the connection that was used last and is still open, no longer idle."""
-        idle = self._idle.get(endpoint.url)
-        while idle:
-            connection = idle.pop()
-            transport = connection.transport
-            if transport is not None and not transport.is_closing():
-                return connection
-        return None
-
-    def connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        """Make a connection and lease it to `lessee`."""
-        task = self._loop.create_task(self._connect(endpoint, lessee))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    async def _connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        def factory() -> asyncio.Protocol:
-            # One by its methods; as a subclass it could not be compiled to a native class.
-            return cast("asyncio.Protocol", UpstreamConnection(self, endpoint, self._limits))
-
-        self.connects += 1
-        try:
-            async with asyncio.timeout(self._connect_s):
-                if isinstance(endpoint.address, str):
-                    made = await self._loop.create_unix_connection(factory, endpoint.address)
-                else:
-                    host, port = endpoint.address
-                    made = await self._loop.create_connection(factory, host, port)
-        except (OSError, TimeoutError):
-            self.connect_failures += 1
-            lessee.upstream_refused(endpoint)
-            return
-        connection = cast("UpstreamConnection", made[1])
-        self._open.add(connection)
-        connection.lessee = lessee
-        lessee.upstream_ready(connection)
-
-    def put_back(self, connection: UpstreamConnection) -> None:
-        """Keep a connection whose answer is whole, if there is room."""
-        idle = self._idle.get(connection.endpoint.url)
-        if idle is None or len(idle) >= self._idle_max:
-            assert connection.transport is not None
-            connection.transport.close()
-            return
-        connection.reused = True
-        connection.answered = connection.request_whole = False
-        connection.idle_since_ns = self.now_ns
-        connection.resume()
-        idle.append(connection)
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """Drop a connection that has ended."""
-        self._open.discard(connection)
-        idle = self._idle.get(connection.endpoint.url)
-        if idle is not None and connection in idle:
-            idle.remove(connection)
-
-    def tick(self, now_ns: int) -> None:
-        """Close connections that have been idle too long; the oldest lie first."""
-        self.now_ns = now_ns
-        for idle in self._idle.values():
-            while idle and now_ns - idle[0].idle_since_ns > self._keepalive_ns:
-                transport = idle.popleft().transport
-                if transport is not None:
-                    transport.close()
-
-    def idle_count(self) -> int:
-        """Return how many connections wait for a request."""
-        return sum(len(idle) for idle in self._idle.values())
-
-    async def close(self) -> None:
-        """End every connection."""
-        for task in list(self._connecting):
-            task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
-        for connection in list(self._open):
-            connection.abandon()
->>>>>>> 54e72ca (Compile the data path)

@@ -18,12 +18,8 @@ from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
 from proxy.config import Settings, load
 from proxy.context import Context
-<<<<<<< HEAD
-from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram
-from proxy.qos.pools import STATE_NAMES
-=======
 from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram, built
->>>>>>> 54e72ca (Compile the data path)
+from proxy.qos.pools import STATE_NAMES
 from proxy.scrape import Collector
 from proxy.sm4.cipher import tier
 from proxy.sm4.envelope import REASONS
@@ -232,6 +228,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "endpoint": {url for name in POOLS for url in getattr(Settings().pools, name).endpoints},
         "state": set(STATE_NAMES.values()),
         "tier": {tier()},
+        "built": {built()},
         "wire": {"c", "pure"},
         "result": {"ok", "failed", "passed"},
         "le": {*map(str, BOUNDS_S), "+Inf"},
