@@ -244,14 +244,16 @@ INLINE void group(const form *keys, const start *nonce, uint32_t counter, const 
 
 /* Two groups side by side, so that one's affine inversions, for which some CPUs have a single port,
  * meet the other's exclusive ors; the states do not fit the registers, and still it is faster.
- * Hashes, if told to, 128 blocks with a reduction in between. Masks nothing. */
+ * Hashes, if told to, 128 blocks with a reduction in between. */
 INLINE void group_pair(const form *keys, const start *nonce, uint32_t counter, const uint8_t *in,
-                       uint8_t *out, beside *b, int hash)
+                       uint8_t *out, beside *b, int hash, int masks)
 {
     const __m512i a = _mm512_set1_epi64(SM4_FOLD_A), d = _mm512_set1_epi64(SM4_FOLD_D);
     __m512i x[16], y[16], stream[16];
     const uint8_t *hashed = b->hashed;
     const uint32_t *k = keys->bytes;
+    single alone = single_start(nonce);
+    int round = 0;
 
     wide_start(x, nonce->bytes, counter, offsets64(), 0);
     wide_start(y, nonce->bytes, counter + GROUP, offsets64(), 0);
@@ -259,7 +261,7 @@ INLINE void group_pair(const form *keys, const start *nonce, uint32_t counter, c
         __m512i before = _mm512_zextsi128_si512(b->y);
         sum s = sum_none();
 
-        for (size_t e = GROUP; e != 0; e -= 16, k += 16) {
+        for (size_t e = GROUP; e != 0; e -= 16, k += 16, round += 4) {
 #define HASH_FOUR(i)                                                                     \
     if (hash) {                                                                          \
         __m512i c = reversed(_mm512_loadu_si512(hashed));                                \
@@ -272,6 +274,9 @@ INLINE void group_pair(const form *keys, const start *nonce, uint32_t counter, c
             HASH_FOUR(1)
             wide_rounds(x, 2, k + 8, a, d);
             HASH_FOUR(2)
+            if (masks) {
+                single_rounds(&alone, keys, round);
+            }
             wide_rounds(y, 2, k + 8, a, d);
             HASH_FOUR(3)
 #undef HASH_FOUR
@@ -280,6 +285,9 @@ INLINE void group_pair(const form *keys, const start *nonce, uint32_t counter, c
         if (hash) {
             b->y = sum_total(&s);
         }
+    }
+    if (masks) {
+        b->mask = single_finish(&alone);
     }
     wide_finish(x, stream);
     group_apply(stream, in, out);

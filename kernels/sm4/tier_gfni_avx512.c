@@ -81,12 +81,17 @@ __attribute__((target(TARGET))) static void gcm(const sm4_key *key,
         }
         uint8_t padded[GROUP_BYTES];
         const uint8_t *before = NULL; /* sealing: the group that is not hashed yet */
-        while (length > 2 * GROUP_BYTES) { /* two groups, not the last one */
+        while (length >= 2 * GROUP_BYTES) { /* two groups */
             b.hashed = seal ? before : in;
-            if (b.hashed != NULL) {
-                group_pair(keys, &begin, counter, in, out, &b, 1);
+            masked = length == 2 * GROUP_BYTES;
+            if (b.hashed != NULL && masked) {
+                group_pair(keys, &begin, counter, in, out, &b, 1, 1);
+            } else if (b.hashed != NULL) {
+                group_pair(keys, &begin, counter, in, out, &b, 1, 0);
+            } else if (masked) {
+                group_pair(keys, &begin, counter, in, out, &b, 0, 1);
             } else {
-                group_pair(keys, &begin, counter, in, out, &b, 0);
+                group_pair(keys, &begin, counter, in, out, &b, 0, 0);
             }
             before = out, counter += 2 * GROUP;
             in += 2 * GROUP_BYTES, out += 2 * GROUP_BYTES, length -= 2 * GROUP_BYTES;
