@@ -47,7 +47,12 @@ def main(argv: list[str] | None = None) -> int:
 
     # Forks here, where nothing has threads, sockets or keys yet; each worker returns as itself.
     found = supervise(settings)
-    return found if isinstance(found, int) else serve(settings, arguments.config, found)
+    if isinstance(found, int):
+        return found
+    from proxy.reload import newest  # noqa: PLC0415 - see above
+
+    settings = newest(arguments.config, os.environ, settings)
+    return serve(settings, arguments.config, found)
 
 
 def serve(settings: Settings, path: str | None, worker: Worker | None = None) -> int:

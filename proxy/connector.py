@@ -85,6 +85,7 @@ class Upstreams:
         self.tls: ssl.SSLContext | None = None  # what https endpoints are verified by
         self.connects = 0
         self.connect_failures = 0
+        self.connect_timeouts = 0
         self.late_closes = 0
         self.found_closed = 0
         self.now_ns = 0  # advanced by the owner's tick: idle ages need no finer clock
@@ -144,6 +145,7 @@ class Upstreams:
                 connection = await self._made(endpoint)
         except (OSError, TimeoutError) as problem:
             self.connect_failures += 1
+            self.connect_timeouts += isinstance(problem, TimeoutError)
             self._log(endpoint, problem)
             lessee.upstream_refused(endpoint)
             return

@@ -151,7 +151,8 @@ class Sidecar:
 
     async def _open(self, door: DoorName, address: str) -> None:
         host, port = split_address(address)
-        context = self._context
+        context, worker = self._context, self._worker
+        shared = worker is not None and worker.shares(door, context.settings)
         try:
             server = await self._loop.create_server(
                 # One by its methods; as a subclass it could not be compiled to a native class.
@@ -160,7 +161,7 @@ class Sidecar:
                 port,
                 backlog=self._settings.doors.backlog,
                 reuse_address=True,
-                reuse_port=self._worker is not None,
+                reuse_port=shared,
             )
         except OSError as problem:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None

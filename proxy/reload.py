@@ -12,6 +12,7 @@ What a process cannot change while it runs is kept as it was at the start and na
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ POOLS: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
 
 Print = dict[Path, tuple[int, int, int, int] | None]
 """What tells a file from another one of its name, or from itself when it was written again."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,18 @@ def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
         audit=start.audit,
     )
     return settings, changed(new, settings)
+
+
+def newest(path: str | None, environ: Mapping[str, str], start: Settings) -> Settings:
+    """Return the settings as they are now, for a process that takes the place of an earlier one.
+
+    A mistake in them is logged, and `start` is used.
+    """
+    try:
+        return keep_fixed(read(path, environ), start)[0]
+    except SettingsError as problem:
+        log.warning("settings as of the first start are used: %s", problem)
+        return start
 
 
 def changed(one: Settings, other: Settings) -> list[str]:

@@ -89,6 +89,8 @@ class Collector:
             hits.add_metric([limit], count)
         hits.add_metric(["doors.connections"], counters.connections_refused)
         hits.add_metric(["audit.observed_bytes"], self._context.observing.unobserved)
+        timeouts = sum(r.upstreams.connect_timeouts for r in self._context.routes.values())
+        hits.add_metric(["timeouts.connect_s"], timeouts)
         hits.add_metric(["limits.event_bytes"], self._context.observing.long_events)
         yield hits
         for name, text, value in (

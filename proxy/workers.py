@@ -84,6 +84,10 @@ class Worker:
         sealed = doors.sealed if shares_sealed(settings) else ""
         return dataclasses.replace(doors, sealed=sealed, admin=admin)
 
+    def shares(self, door: str, settings: Settings) -> bool:
+        """Say whether others listen at the same address; else a second listener is refused."""
+        return door == "app" or shares_sealed(settings)
+
     def serving(self) -> None:
         """Tell the supervisor that the doors are open."""
         self.board.set_serves(self.index, serves=True)

@@ -165,6 +165,11 @@ def test_log_level_and_reload_reach_all_workers(team):
     until(lambda: team.metric(name, result="ok") >= WORKERS, "reloads of all")
     fields = [b"X-%d: 1" % i for i in range(10)]
     assert {team.ask(get(b"/", *fields)).status for _ in range(20)} == {431}
+    # One that is started again has the newest settings too, and the others' fixed ones.
+    for pid in team.pids():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: team.log_since.count("serving:") == 2 * WORKERS, "all workers again")
+    assert {team.ask(get(b"/", *fields)).status for _ in range(20)} == {431}
 
 
 def test_drain_lets_the_streams_of_all_workers_end(team, upstream):

@@ -28,6 +28,8 @@ from tests.unit.proxy.sm4_kit import NOW_MS, make_receiver
 
 CLASSES = ("P0", "P1", "P2")
 POOLS = ("dedicated", "shared", "best_effort")
+OTHER_LIMITS = ("doors.connections", "audit.observed_bytes", "limits.event_bytes",
+                "timeouts.connect_s")  # fmt: skip
 MS = 1_000_000
 
 
@@ -58,9 +60,7 @@ def test_every_limit_that_is_counted_has_a_row_and_every_row_is_counted():
     assert Counters().limit_hits == dict.fromkeys(LIMITS, 0)
 
 
-@pytest.mark.parametrize(
-    "name", [*LIMITS, "doors.connections", "audit.observed_bytes", "limits.event_bytes"]
-)
+@pytest.mark.parametrize("name", [*LIMITS, *OTHER_LIMITS])
 def test_a_limit_is_named_by_its_setting(name):
     section, _, last = name.partition(".")
     assert last in {f.name for f in dataclasses.fields(getattr(Settings(), section))}
@@ -223,7 +223,7 @@ def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
         "outcome": set(OUTCOMES),
         "door": set(DOORS),
         "pool": set(POOLS),
-        "limit": {*LIMITS, "doors.connections", "audit.observed_bytes", "limits.event_bytes"},
+        "limit": {*LIMITS, *OTHER_LIMITS},
         "reason": {*REASONS, *retry.REASONS, *retry.COUNTED, "errors", "slow"},
         "endpoint": {url for name in POOLS for url in getattr(Settings().pools, name).endpoints},
         "state": set(STATE_NAMES.values()),

@@ -12,7 +12,7 @@ import proxy
 from proxy.clock import ManualClock
 from proxy.config import load
 from proxy.context import Context
-from proxy.reload import Loaded, changed, keep_fixed
+from proxy.reload import Loaded, changed, keep_fixed, newest
 
 # What a new context makes from the settings; all else it has to take over from the one before.
 MADE_ANEW = {
@@ -117,3 +117,14 @@ def test_what_needs_a_restart_is_kept_and_named(text, kept):
         assert getattr(getattr(settings, section), field) == getattr(getattr(start, section), field)
     assert settings.limits == load(text, {}).limits
     assert settings.doors.connections == load(text, {}).doors.connections
+
+
+def test_process_that_takes_anothers_place_has_the_newest_settings(tmp_path, caplog):
+    file = tmp_path / "tongguan.toml"
+    start = load("[limits]\nfields = 10", {})
+    file.write_text("[limits]\nfields = 9\n[audit]\nheartbeat_s = 9")
+    settings = newest(str(file), {}, start)
+    assert (settings.limits.fields, settings.audit.heartbeat_s) == (9, 30)
+    file.write_text("[limits]\nfields = 'x'")
+    assert newest(str(file), {}, start) == start
+    assert "limits.fields" in caplog.text
