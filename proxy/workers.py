@@ -22,7 +22,7 @@ import orjson
 from proxy.config import WORKERS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from proxy.config import Doors, Settings
@@ -193,26 +193,13 @@ def _reasons(body: bytes) -> list[str]:
         return ["unknown"]
 
 
-# What is no sum over processes.
-_MOST = frozenset(
-    (
-        "process_max_fds",
-        "process_start_time_seconds",
-        "tongguan_proxy_live_kids",
-        "tongguan_proxy_loop_lag_seconds",
-        "tongguan_proxy_replay_entries_limit",
-    )
-)
-_LEAST = frozenset(
-    (
-        "tongguan_proxy_audit_available",
-        "tongguan_proxy_reload_last_success_timestamp_seconds",
-    )
-)
+# Gauges that are no sum over processes: for all a time, and what is the same for each.
+_MOST = ("_seconds", "_info", "_live_kids", "_entries_limit", "_agent_limit", "_max_fds")
+_LEAST = ("_available", "_last_success_timestamp_seconds")
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Return Prometheus texts as one: sums, but for what is a state or a time.
+    """Return Prometheus texts as one: sums, but for gauges that are a state or a time.
 
     The families keep the order in which they are first seen; each has its lines together.
     """
@@ -220,18 +207,20 @@ def merge(texts: Iterable[str]) -> str:
     samples: dict[str, dict[str, float]] = {}
     for text in texts:
         family = ""
+        join: Callable[[float, float], float] = _sum
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
                 if family not in heads:
                     heads[family], samples[family] = [line], {}
             elif line.startswith("# TYPE "):
+                join = _joining(family, gauge=line.endswith(" gauge"))
                 if len(heads[family]) < 2:
                     heads[family].append(line)
             elif line:
                 key, _, value = line.rpartition(" ")
-                rows = samples[family]
-                rows[key] = _joined(key, rows.get(key), float(value))
+                rows, number = samples[family], float(value)
+                rows[key] = join(rows[key], number) if key in rows else number
     lines: list[str] = []
     for family, rows in samples.items():
         lines += heads[family]
@@ -239,10 +228,11 @@ def merge(texts: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _joined(key: str, before: float | None, value: float) -> float:
-    name = key.partition("{")[0]
-    if before is None:
-        return value
-    if name in _MOST or name.endswith("_info"):
-        return max(before, value)
-    return min(before, value) if name in _LEAST else before + value
+def _sum(one: float, other: float) -> float:
+    return one + other
+
+
+def _joining(family: str, *, gauge: bool) -> Callable[[float, float], float]:
+    if gauge and family.endswith(_LEAST):
+        return min
+    return max if gauge and family.endswith(_MOST) else _sum

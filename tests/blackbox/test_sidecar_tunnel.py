@@ -1,6 +1,7 @@
 """Upgraded connections: what is forwarded, what the tunnel carries, how it ends."""
 
 import contextlib
+import random
 import signal
 import socket
 import threading
@@ -138,6 +139,55 @@ def test_switch_is_asked_for_and_told_with_both_fields(sidecar, upstream):
         assert far.rest() == (b"", True)
         far.close()
     assert ended(sidecar, head, "ok") == (7, 13)
+
+
+def test_more_early_bytes_than_are_held_wait_and_arrive(sidecar, upstream):
+    far = Far()
+    go = threading.Event()
+
+    def script(seen):
+        go.wait(20)
+        far(seen)
+
+    upstream.answering(script)
+    early = random.Random(1).randbytes(MIB)
+    with sidecar.client() as client:
+        sender = threading.Thread(target=client.send, args=(get(b"/", *ASK), early))
+        sender.start()
+        upstream.last()
+        go.set()
+        assert client.head().status == 101
+        assert far.wire.take(len(early)) == early
+        sender.join()
+        client.close()
+        far.wire.close()
+        far.over.set()
+
+
+def test_bytes_of_both_ways_at_once_arrive_in_any_pieces(sidecar, upstream):
+    rng = random.Random(2)
+    up, down = rng.randbytes(3 * MIB), rng.randbytes(5 * MIB)
+
+    def pour(wire, data, seed):
+        sizes, at = random.Random(seed), 0
+        while at < len(data):
+            step = sizes.choice([1, 7, 1000, 65536, 300_000])
+            wire.send(data[at : at + step])
+            at += step
+        wire.sock.shutdown(socket.SHUT_WR)
+
+    with tunnel(sidecar, upstream) as (client, far, head):
+        ends = [(client, up, 3), (far, down, 4)]
+        pourers = [threading.Thread(target=pour, args=end) for end in ends]
+        got = []
+        readers = [threading.Thread(target=lambda: got.append(far.rest()))]
+        for thread in (*pourers, *readers):
+            thread.start()
+        assert client.rest() == (down, True)
+        for thread in (*pourers, *readers):
+            thread.join()
+        assert got == [(up, True)]
+    assert ended(sidecar, head, "ok") == (len(up), len(down))
 
 
 def test_bytes_that_come_before_the_switch_go_into_the_tunnel(sidecar, upstream):

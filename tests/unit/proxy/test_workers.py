@@ -66,6 +66,25 @@ def test_counts_are_added_and_states_are_not():
     assert samples(merge([OTHER, ONE])) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("gauge", "tongguan_proxy_pool_inflight", 5),
+        ("gauge", "tongguan_proxy_endpoint_first_byte_seconds", 3),
+        ("gauge", "process_start_time_seconds", 3),
+        ("gauge", "tongguan_proxy_reload_last_success_timestamp_seconds", 2),
+        ("gauge", "tongguan_proxy_audit_available", 2),
+        ("gauge", "tongguan_proxy_replay_entries_limit", 3),
+        ("counter", "process_cpu_seconds_total", 5),
+        ("histogram", "tongguan_proxy_request_duration_seconds", 5),
+    ],
+)
+def test_how_a_number_is_joined_follows_its_kind_and_name(kind, name, expected):
+    sample = name + '_bucket{le="1.0",qos="P0"}' if kind == "histogram" else name
+    texts = [f"# HELP {name} X.\n# TYPE {name} {kind}\n{sample} {n}\n" for n in (2, 3)]
+    assert merge(texts).splitlines()[-1] == f"{sample} {float(expected)}"
+
+
 def test_one_text_alone_stays_as_it_is():
     assert merge([ONE]) == ONE
     assert samples(merge([OTHER])) == samples(OTHER)
