@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.audit import canonical
 from proxy.audit.chain import ZERO_MAC, Hmac, chain_key, next_key, parse_key_id
-from proxy.audit.findings import Finding, Place
+from proxy.audit.findings import INFORMATION, Finding, Place
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
 from proxy.audit.note import Keyset
 from proxy.audit.reader import Fault, Line, parse_line
@@ -103,6 +103,7 @@ class ChainCheck:
         self.last_wall_ns = 0
         self.ids = Ids()
         self.heartbeat_ns = 0
+        self.flawed = False
         self._outside = outside or Outside()
         self.signed = SignedCheck(self._outside.pinned, self.find)
         self._keys = keys
@@ -131,6 +132,7 @@ class ChainCheck:
 
     def find(self, cls: str, seq: int, place: Place, note: str) -> None:
         """Report a finding of this chain."""
+        self.flawed = self.flawed or cls not in INFORMATION
         self._report(Finding(cls, self.origin, seq, place, note, self._chain))
 
     def begin_at(self, first_seq: int) -> None:

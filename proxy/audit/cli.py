@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import click
 import orjson
@@ -30,9 +30,11 @@ def audit() -> None:
     \b
     tongguan audit verify DIR --keys auditor.json    is anything changed or missing?
     tongguan audit show DIR --trace-id ID            what happened to one request?
+    tongguan audit export DIR --from T --to T ...    a bundle that anybody can check
+    tongguan audit prove DIR ORIGIN SEQ              one record, for who may not see the others
 
-    DIR is the audit directory (setting audit.dir), a copy of it, or one chain in it. Both commands
-    only read, and work while the sidecar writes.
+    DIR is the audit directory (setting audit.dir), a copy of it, or one chain in it. These commands
+    only read it, and work while the sidecar writes.
     """  # noqa: D301 - \\b is click's mark
 
 
@@ -171,6 +173,112 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
         sys.exit(CONTENT_MISMATCH)
 
 
+@audit.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("origin", metavar="ORIGIN")
+@click.argument("seq", metavar="SEQ", type=click.IntRange(0))
+def prove(directory: Path, origin: str, seq: int) -> None:
+    """Print a proof that record SEQ of ORIGIN is in the signed log, for `audit check`.
+
+    The proof holds that one record and no other; who checks it needs the public keys alone.
+
+    \b
+    tongguan audit prove DIR ORIGIN SEQ > proof.json
+    """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.findings import EXIT_CODES
+    from proxy.audit.prove import NoProofError
+    from proxy.audit.prove import prove as make_proof
+
+    try:
+        proof = make_proof(directory, origin, seq)
+    except NoProofError as problem:
+        _fail(str(problem), EXIT_CODES[problem.cls])
+    except OSError as problem:
+        _fail(f"cannot read {directory}: {problem.strerror}", 3)
+    click.echo(orjson.dumps(proof))
+
+
+@audit.command()
+@click.argument("proof", metavar="PROOF", type=click.File("rb"))
+@_keys_option
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def check(proof: BinaryIO, key_files: tuple[Path, ...], as_json: bool) -> None:
+    """Say whether a proof holds, and print its record. Needs public keys only.
+
+    Exit codes: 0 it holds, 2 wrong use, 16 not signed by a key that was given, 17 no proof, 21 it
+    does not hold.
+    """
+    from proxy.audit.findings import EXIT_CODES
+    from proxy.audit.prove import PROOF_BYTES_MAX, NoProofError
+    from proxy.audit.prove import check as check_proof
+
+    given = _given(key_files)
+    if not len(given.public):
+        raise click.UsageError("give the public keys of who signs checkpoints with --keys")
+    try:
+        proven = check_proof(proof.read(PROOF_BYTES_MAX + 1), given.public)
+    except NoProofError as problem:
+        _fail(f"audit {problem.cls}: {problem}", EXIT_CODES[problem.cls])
+    if as_json:
+        result = {"record": proven.record, "size": proven.size, "signed_by": proven.signers,
+                  "cosigned_by": proven.witnesses}  # fmt: skip
+        click.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        return
+    click.echo(orjson.dumps(proven.record, option=orjson.OPT_INDENT_2))
+    click.secho(f"\nrecord {proven.record['seq']} of {proven.origin} is in the log", fg="green")
+    click.echo(f"  of {proven.size} records, signed by {', '.join(proven.signers)}")
+    for name, seconds in proven.witnesses:
+        moment = datetime.fromtimestamp(seconds, tz=UTC).isoformat()
+        click.echo(f"  cosigned by {name} at {moment}")
+
+
+@audit.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--from", "begin", metavar="T", required=True, help="RFC 3339 with offset.")
+@click.option("--to", "end", metavar="T", required=True, help="RFC 3339 with offset.")
+@click.option("-o", "out", metavar="FILE", type=click.Path(path_type=Path), required=True,
+              help="The bundle, a tar file; must not be there.")  # fmt: skip
+@click.option("--tenant", metavar="NAME", help="Only this tenant's records, each with a proof.")
+@_keys_option
+def export(
+    directory: Path,
+    begin: str,
+    end: str,
+    out: Path,
+    tenant: str | None,
+    key_files: tuple[Path, ...],
+) -> None:
+    """Write a bundle for an auditor: records, proofs, public keys, and a verifier to read.
+
+    \b
+    tongguan audit export DIR --from 2026-01-01T00:00:00Z --to 2026-02-01T00:00:00Z \\
+        -o bundle.tar --keys auditor.json
+    tar xf bundle.tar -C there && cd there && env -i python3 -I -S verify.py .
+    """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.export import ExportError, export_lines, export_segments
+    from proxy.audit.findings import EXIT_CODES
+    from proxy.audit.prove import NoProofError
+
+    given = _given(key_files)
+    if not len(given.public):
+        raise click.UsageError("give the public keys of who signs checkpoints with --keys")
+    from_ns, to_ns = _moment_ns(begin, "--from"), _moment_ns(end, "--to")
+    period = f" from {begin} to {end}" + (f", tenant {tenant}" if tenant else "")
+    try:
+        if tenant is None:
+            count = export_segments(directory, out, given.public, from_ns, to_ns, period)
+            click.echo(f"wrote {out}: {_count(count, 'chain')}")
+        else:
+            count = export_lines(directory, out, given.public, from_ns, to_ns, period, tenant)
+            click.echo(f"wrote {out}: {_count(count, 'record')} with proofs")
+    except ExportError as problem:
+        _fail(str(problem), NOT_FOUND)
+    except NoProofError as problem:
+        _fail(str(problem), EXIT_CODES[problem.cls])
+    except OSError as problem:
+        _fail(f"{problem.filename or out}: {problem.strerror}", 3)
+
+
 def _fail(message: str, code: int) -> NoReturn:
     click.secho(message, fg="red", err=True)
     sys.exit(code)
@@ -210,8 +318,10 @@ def _mac_keys(key_file: KeyFile) -> MacKeys:
 
 
 def _since_ns(text: str | None) -> int | None:
-    if text is None:
-        return None
+    return None if text is None else _moment_ns(text, "--since")
+
+
+def _moment_ns(text: str, option: str) -> int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -219,7 +329,7 @@ def _since_ns(text: str | None) -> int | None:
     if moment is None or moment.tzinfo is None:
         raise click.BadParameter(
             "expected RFC 3339 with an offset, such as 2026-01-31T08:00:00+08:00",
-            param_hint="--since",
+            param_hint=option,
         )
     return int(moment.timestamp()) * 10**9
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from proxy.audit.tree import HASH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 ED25519 = "ed25519"
 SM2 = "sm2"
@@ -227,12 +227,3 @@ class Keyset:
             if key is not None and key.signs(note.text, signature):
                 found.add(key)
         return found
-
-
-def cosigner_times(note: SignedNote, keys: Mapping[bytes, PublicKey]) -> dict[bytes, int]:
-    """Return the Unix times of a note's cosignatures by key id, unchecked."""
-    return {
-        signature.key_id: int.from_bytes(signature.blob[:8], "big")
-        for signature in note.signatures
-        if signature.key_id in keys and len(signature.blob) == SIGNATURE_BYTES[COSIGNATURE]
-    }

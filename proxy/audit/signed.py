@@ -67,6 +67,7 @@ class SignedCheck:
         "_tree",
         "_waiting",
         "checkpoint_seq",
+        "note_seq",
         "note_sha256",
         "signed_to",
         "witnessed_to",
@@ -81,6 +82,7 @@ class SignedCheck:
         self.witnessed_to = -1
         self.checkpoint_seq = -1
         self.note_sha256: str | None = None
+        self.note_seq = -1
         self._pinned = pinned
         self._find = find
         self._waiting: deque[Expected] = deque()
@@ -160,6 +162,8 @@ class SignedCheck:
     def checkpoint(self, record: dict[str, Any], seq: int, place: Place) -> None:
         """Take a `checkpoint` record, before its own line is added."""
         self._grow()
+        self.note_sha256 = hashlib.sha256(record["note"].encode()).hexdigest()
+        self.note_seq = seq
         if not self._required or not self._known:
             return
         try:
@@ -173,7 +177,6 @@ class SignedCheck:
             return
         self.signed_to, self.checkpoint_seq = seq - 1, seq
         self._first_ns = None
-        self.note_sha256 = hashlib.sha256(record["note"].encode()).hexdigest()
         self._roots.append((seq, self._tree.root()))
         cosigned = record.get("cosigned")
         if isinstance(cosigned, str):

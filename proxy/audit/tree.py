@@ -172,6 +172,40 @@ def consistency(before: Range, after: Range) -> list[bytes]:
     return path[::-1]
 
 
+class WholeTree:
+    """All subtree roots of a list of leaves: for many proofs; 64 bytes and more a leaf."""
+
+    __slots__ = ("_levels",)
+
+    def __init__(self, leaves: list[bytes]) -> None:
+        self._levels = [leaves]
+        while len(self._levels[-1]) > 1:
+            row = self._levels[-1]
+            pairs = zip(row[::2], row[1::2], strict=False)
+            self._levels.append([sha256(b"\1" + left + right).digest() for left, right in pairs])
+
+    def root(self, first: int, size: int) -> bytes:
+        """Return the root of the leaves [first, first + size), where RFC 6962 has a node."""
+        if size & (size - 1) == 0:
+            level = size.bit_length() - 1
+            return self._levels[level][first >> level]
+        left = _split(size)
+        return node_hash(self.root(first, left), self.root(first + left, size - left))
+
+    def path(self, index: int, size: int) -> list[bytes]:
+        """Return the inclusion path of a leaf in the tree of the first `size` leaves."""
+        path, first = [], 0
+        while size > 1:
+            left = _split(size)
+            if index - first < left:
+                path.append(self.root(first + left, size - left))
+                size = left
+            else:
+                path.append(self.root(first, left))
+                first, size = first + left, size - left
+        return path[::-1]
+
+
 def root_from_inclusion(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> bytes:
     """Return the root that a path leads to; raises `ProofError` (RFC 9162, 2.1.3.2)."""
     if not 0 <= index < size:

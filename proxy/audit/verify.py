@@ -47,7 +47,8 @@ class _Seen:
     prev: tuple[str, int] | None
     prev_note: str | None
     note: str | None
-    checkpoint_seq: int
+    note_seq: int
+    flawed: bool
 
 
 @dataclass(slots=True)
@@ -207,7 +208,8 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
             (prev, check.genesis["prev_size"]) if isinstance(prev, str) else None,
             check.genesis.get("prev_note_sha256"),
             signed.note_sha256,
-            signed.checkpoint_seq,
+            signed.note_seq,
+            check.flawed,
         )
     )
 
@@ -410,10 +412,10 @@ def _check_across(run: _Run, *, alone: bool) -> None:
             note = f"its successor {seen.name} saw {size} records"
             place = Place(f"{before.name}/", 0)
             add(Finding("truncated", origin, before.size, place, note, before.index))
-        elif seen.prev_note is not None and before.note not in (seen.prev_note, None):
+        elif seen.prev_note not in (None, before.note) and before.note and not before.flawed:
             note = f"its last checkpoint is not the one its successor {seen.name} saw"
             place = Place(f"{before.name}/", 0)
-            seq = before.checkpoint_seq
+            seq = before.note_seq
             add(Finding("checkpoint_mismatch", origin, seq, place, note, before.index))
     for origin, held in run.outside.expected.items():
         size, source = max((item.size, item.source) for item in held)

@@ -14,6 +14,7 @@ from proxy.audit.tree import (
     EMPTY_ROOT,
     ProofError,
     Range,
+    WholeTree,
     check_consistency,
     consistency,
     from_frontier,
@@ -122,6 +123,7 @@ def test_every_proof_of_small_trees_is_the_oracles_and_holds():
             found = inclusion(span(data, 0, index), span(data, index + 1, size))
             assert found == path(index, data)
             assert root_from_inclusion(leaf_hash(data[index]), index, size, found) == root
+            assert WholeTree(list(map(leaf_hash, DATA))).path(index, size) == found
         for old in range(size + 1):
             proof = consistency(span(data, 0, old), span(data, old, size))
             assert proof == ([] if old == 0 else subproof(old, data, True))

@@ -1,0 +1,1 @@
+"""The verifier that goes with an exported bundle."""
