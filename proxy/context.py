@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from proxy.clock import Clock
     from proxy.config import Pool
     from proxy.keys.provider import KeyProvider
-    from proxy.qos.classes import PoolName
+    from proxy.qos.classes import PoolName, QosClass
     from proxy.recorder import Recorder
     from proxy.reload import Loaded
     from proxy.sharing import SharedReplay
     from proxy.sm4.receiver import Receiver
 
 POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
+CLASS_OF: dict[PoolName, QosClass] = {pool: qos for qos, pool in POOL_OF.items()}
 log = logging.getLogger(__name__)
 
 ALARM_EVERY_NS = 60_000_000_000  # one line a minute for each reason and peer
@@ -209,6 +210,7 @@ class Context:
         )
         return Route(
             name=name,
+            qos=CLASS_OF[name],
             settings=pool,
             state=PoolState(name, endpoints, pool.inflight, rules),
             retries=Retries(pool.retry_percent),
@@ -225,10 +227,9 @@ class Context:
 
     def judge_pools(self, now_ns: int) -> None:
         """Once a second: leave slow endpoints alone, renew the retry budgets."""
-        for qos, pool in POOL_OF.items():
-            route = self.routes[pool]
+        for route in self.routes.values():
             route.state.judge(now_ns)
-            route.retries.tick(self.counters.started[qos])
+            route.retries.tick(self.counters.started[route.qos])
 
     # -- facts a request asks for
 

@@ -185,7 +185,12 @@ class Dispatch(Reception):
                 unwritten=unwritten,
             )
             route = self.lane.route
-            if route.retries.decide(attempt, repeatable=route.settings.repeatable) is not None:
+            reason = route.retries.decide(
+                attempt,
+                repeatable=route.settings.repeatable,
+                started=self.context.counters.started[route.qos],
+            )
+            if reason is not None:
                 self.context.counters.retries += 1
                 self._again = True
                 self._leave()

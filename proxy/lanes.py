@@ -24,11 +24,12 @@ OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_eff
 class Route:
     """One pool: its places, its connections, and what it adds to a request's head.
 
-    `host` replaces the client's, if set; `endpoint_host` is for requests that came without one;
-    `authorization` is a whole field line, or empty.
+    `qos`: the class it is for. `host` replaces the client's, if set; `endpoint_host` is for
+    requests that came without one; `authorization` is a whole field line, or empty.
     """
 
     name: PoolName
+    qos: QosClass
     settings: Pool
     state: PoolState
     upstreams: Upstreams

@@ -66,11 +66,11 @@ def denial(attempt: Attempt, *, repeatable: bool) -> Denial | None:
 class Retries:
     """Second attempts of one pool: a share of its requests over the last minute, and counts."""
 
-    __slots__ = ("_marks", "_share", "_started", "_used", "denied", "made")
+    __slots__ = ("_marks", "_share", "_used", "denied", "made")
 
     def __init__(self, percent: float) -> None:
         self._share = percent / 100
-        self._started = self._used = 0
+        self._used = 0
         self._marks: deque[tuple[int, int]] = deque([(0, 0)], maxlen=WINDOW_S)
         self.made: dict[Reason, int] = dict.fromkeys(REASONS, 0)
         self.denied: dict[Denial, int] = dict.fromkeys(COUNTED, 0)
@@ -81,13 +81,15 @@ class Retries:
 
     def tick(self, started: int) -> None:
         """Note, once a second, how many requests of the pool there have been."""
-        self._started = started
         self._marks.append((started, self._used))
 
-    def decide(self, attempt: Attempt, *, repeatable: bool) -> Reason | None:
-        """Return why it is sent once more, which is counted against the budget; None: it is not."""
+    def decide(self, attempt: Attempt, *, repeatable: bool, started: int) -> Reason | None:
+        """Return why it is sent once more, which is counted against the budget; None: it is not.
+
+        `started`: requests of the pool so far.
+        """
         why = denial(attempt, repeatable=repeatable)
-        if why is None and not self._take():
+        if why is None and not self._take(started):
             why = "budget"
         if why is not None:
             if why in self.denied:
@@ -97,9 +99,9 @@ class Retries:
         self.made[reason] += 1
         return reason
 
-    def _take(self) -> bool:
-        started, used = self._marks[0]
-        allowed = max(FREE, (self._started - started) * self._share)
+    def _take(self, started: int) -> bool:
+        before, used = self._marks[0]
+        allowed = max(FREE, (started - before) * self._share)
         if not self._share or self._used - used >= allowed:
             return False
         self._used += 1
