@@ -81,6 +81,9 @@ class P0:
     """Settings of class P0 alone."""
 
     inflight: int = setting(128, "P0 requests in flight; beyond it 503 queue_full", ge=1)
+    preopen: int = setting(
+        2, "idle connections kept to each dedicated endpoint, if P0 is granted", ge=0, le=64
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

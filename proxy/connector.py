@@ -80,6 +80,7 @@ class Upstreams:
         # By URL of an endpoint; one that is not here is no longer an endpoint.
         self._idle: dict[str, deque[UpstreamConnection]] = {url: deque() for url in urls}
         self._connecting: set[asyncio.Task[None]] = set()
+        self._ahead: set[asyncio.Task[None]] = set()  # opening before a request needs it
         self._open: set[UpstreamConnection] = set()
         self._logged_ns: dict[str, int] = {}
         self.tls: ssl.SSLContext | None = None  # what https endpoints are verified by
@@ -138,20 +139,42 @@ class Upstreams:
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
+    def keep_open(self, endpoint: Endpoint, count: int) -> None:
+        """Open connections ahead of need until `count` are idle; called once a second."""
+        idle = self._idle.get(endpoint.url)
+        if idle is None:
+            return
+        missing = min(count, self._idle_max) - len(idle) - len(self._ahead)
+        for _ in range(missing):
+            task = self._loop.create_task(self._open_ahead(endpoint))
+            self._ahead.add(task)
+            task.add_done_callback(self._ahead.discard)
+
+    async def _open_ahead(self, endpoint: Endpoint) -> None:
+        connection = await self._try(endpoint)
+        if connection is not None:
+            self._open.add(connection)
+            self.put_back(connection)
+
     async def _connect(self, endpoint: Endpoint, lessee: Lessee) -> None:
-        self.connects += 1
-        try:
-            async with asyncio.timeout(self._connect_s):
-                connection = await self._made(endpoint)
-        except (OSError, TimeoutError) as problem:
-            self.connect_failures += 1
-            self.connect_timeouts += isinstance(problem, TimeoutError)
-            self._log(endpoint, problem)
+        connection = await self._try(endpoint)
+        if connection is None:
             lessee.upstream_refused(endpoint)
             return
         self._open.add(connection)
         connection.lessee = lessee
         lessee.upstream_ready(connection)
+
+    async def _try(self, endpoint: Endpoint) -> UpstreamConnection | None:
+        self.connects += 1
+        try:
+            async with asyncio.timeout(self._connect_s):
+                return await self._made(endpoint)
+        except (OSError, TimeoutError) as problem:
+            self.connect_failures += 1
+            self.connect_timeouts += isinstance(problem, TimeoutError)
+            self._log(endpoint, problem)
+            return None
 
     async def _made(self, endpoint: Endpoint) -> UpstreamConnection:
         def factory() -> asyncio.Protocol:
@@ -223,8 +246,9 @@ class Upstreams:
 
     async def close(self) -> None:
         """End every connection."""
-        for task in list(self._connecting):
+        tasks = [*self._connecting, *self._ahead]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for connection in list(self._open):
             connection.abandon()

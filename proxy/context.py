@@ -21,7 +21,7 @@ from proxy.lanes import Route, Tenant, tenant_lanes
 from proxy.metrics import Counters
 from proxy.observe import Observing
 from proxy.qos.classes import CLASSES, POOL_OF
-from proxy.qos.pools import Ejection, Endpoint, PoolState
+from proxy.qos.pools import Ejection, Endpoint, PoolState, State
 from proxy.retry import Retries
 from proxy.sm4.budget import Budget
 from proxy.verifying import SignatureWorker
@@ -226,10 +226,16 @@ class Context:
         )
 
     def judge_pools(self, now_ns: int) -> None:
-        """Once a second: leave slow endpoints alone, renew the retry budgets."""
+        """Once a second: leave slow endpoints alone, renew retry budgets, open P0's connections."""
         for route in self.routes.values():
             route.state.judge(now_ns)
             route.retries.tick(self.counters.started[route.qos])
+        settings, route = self.settings, self.routes["dedicated"]
+        # Where P0 is granted to somebody: else nothing but other classes' pools is asked.
+        if any(tenant.max_class == "P0" for tenant in settings.tenants.values()):
+            for endpoint in route.state.endpoints:
+                if endpoint.state is State.HEALTHY:
+                    route.upstreams.keep_open(endpoint, settings.qos.p0.preopen)
 
     # -- facts a request asks for
 

@@ -129,6 +129,7 @@ class Sidecar:
         elif doors.sealed:
             log.warning("sealed door closed: keys.file is not set")
         self._tick_due_s = self._loop.time()
+        context.judge_pools(self._clock.mono_ns())
         self._tick()
         self._health.started = True
         self._watcher.start()

@@ -187,7 +187,7 @@ class Collector:
         labels = ["pool", "endpoint"]
         state = GaugeMetricFamily(
             "tongguan_proxy_endpoint_state",
-            "1 for the state it is in.",
+            "1 for the state it is in; of several workers, how many see it so.",
             labels=[*labels, "state"],
         )
         outstanding = GaugeMetricFamily(

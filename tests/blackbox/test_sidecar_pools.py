@@ -388,7 +388,8 @@ def test_p0_whose_pool_cannot_be_reached_goes_to_the_shared_one(tmp_path, two, s
     closed = f"http://127.0.0.1:{free_base()}"
     toml = two_pools(two, tmp_path, overflow=True, endpoints=json.dumps([closed]))
     body = CHAT + b" " * (size - len(CHAT))
-    with Pooled(tmp_path / "s", toml, POOLS_DEDICATED_EJECT_ERRORS=2) as sidecar:
+    more = {"POOLS_DEDICATED_EJECT_ERRORS": 2, "QOS_P0_PREOPEN": 0}
+    with Pooled(tmp_path / "s", toml, **more) as sidecar:
         for _ in range(5):
             answer = sidecar.ask(post(body, P0))
             assert (answer.status, answer.get("X-QoS-Pool")) == (200, b"shared")
@@ -484,6 +485,26 @@ def test_what_announces_no_shorter_time_changes_nothing(tmp_path, two):
         sidecar.ask(post(CHAT))
         time.sleep(0.7)
         assert sidecar.metric("tongguan_proxy_pool_idle_connections", pool="shared") == 1
+
+
+def test_connections_for_p0_are_open_before_it_comes(tmp_path, two):
+    toml = two_pools(two, tmp_path, overflow=False)
+    with Pooled(tmp_path / "s", toml, QOS_P0_PREOPEN=3) as sidecar:
+        until(lambda: len(two[0].wires) == 3, "the connections")
+        assert sidecar.ask(post(CHAT, P0)).status == 200
+        assert [wire for wire in two[0].wires if wire.sock.fileno() < 0] == []
+        assert two[0].last().wire in two[0].wires[:3]
+        two[0].wires[0].close()
+        until(lambda: len(two[0].wires) == 4, "another one for the one that ended")
+        assert len(two[1].wires) == 0
+
+
+def test_nothing_is_opened_ahead_where_nobody_is_granted_p0(tmp_path, two):
+    toml = two_pools(two, tmp_path, overflow=False).replace(GRANTED, "")
+    with Pooled(tmp_path / "s", toml, POOLS_SHARED_KEEPALIVE_S=1) as sidecar:
+        sidecar.ask(post(CHAT))
+        until(lambda: sidecar.metric("tongguan_proxy_pool_idle_connections") == 0, "seconds")
+        assert two[0].wires == []
 
 
 # --- TLS

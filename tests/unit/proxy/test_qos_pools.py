@@ -304,6 +304,38 @@ def test_a_suspect_is_tried_one_request_at_a_time_too():
     assert states(state) == ["SUSPECT"]
 
 
+# --- other settings
+
+
+def test_an_endpoint_that_stays_keeps_what_is_known_of_it():
+    state = pool(2)
+    fail(state, 0)
+    endpoints = [Endpoint(u, (u[7], 1)) for u in (URLS[2], URLS[0])]
+    state.renew(endpoints, 7, RULES)
+    assert [e.url for e in state.endpoints] == [URLS[2], URLS[0]]
+    assert states(state) == ["HEALTHY", "EJECTED"]
+    assert state.inflight_max == 7
+
+
+def test_one_that_was_left_alone_is_used_when_the_others_are_gone():
+    state = pool(2)
+    fail(state, 0)
+    state.renew([Endpoint(URLS[0], ("a", 1))], 7, RULES)
+    assert states(state) == ["SUSPECT"]
+    assert state.pick(0).url == URLS[0]
+    state.answer(state.endpoints[0], 1)
+    assert states(state) == ["HEALTHY"]
+
+
+def test_one_of_several_is_watched_and_one_alone_is_not():
+    state = pool(1)
+    assert not state.endpoints[0].watch
+    state.renew([Endpoint(u, (u[7], 1)) for u in URLS[:2]], 7, RULES)
+    assert [e.watch for e in state.endpoints] == [True, True]
+    state.renew([Endpoint(URLS[1], ("b", 1))], 7, RULES)
+    assert [e.watch for e in state.endpoints] == [False]
+
+
 # --- latency
 
 
