@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from proxy import trace
+from proxy.alarms import Alarms, LatelyTaken
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
 from proxy.connector import Upstreams
@@ -43,10 +44,7 @@ POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
 CLASS_OF: dict[PoolName, QosClass] = {pool: qos for qos, pool in POOL_OF.items()}
 log = logging.getLogger(__name__)
 
-ALARM_EVERY_NS = 60_000_000_000  # one line a minute for each reason and peer
-ALARMS_MAX = 4096
 TENANTS_MAX = 4096
-REPLAY_QUIET_NS = 5_000_000_000  # a client's own retry is no attack
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,8 @@ class Context:
         self.draining = False  # POST /drain: no new sealed requests
         self.closing = False  # shutting down: no new requests on any connection
         self.rejected: dict[str, int] = {}
-        self._alarms: dict[tuple[str, str], tuple[int, int]] = {}
+        self.alarms = Alarms()
+        self.lately_taken = LatelyTaken()
         # Span ids have to be unlike each other, not secret; seeded once by the system.
         self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
         self.blocks_on_audit = settings.audit.on_failure == "block"
@@ -178,7 +177,8 @@ class Context:
         self.draining = before.draining
         self.closing = before.closing
         self.rejected = before.rejected
-        self._alarms = before._alarms
+        self.alarms = before.alarms
+        self.lately_taken = before.lately_taken
         for name, route in self.routes.items():
             old, pool = before.routes[name], route.settings
             route.authorization = loaded.authorization.get(name, b"")
@@ -286,24 +286,28 @@ class Context:
             self.counters.limit_hits["limits.head_bytes"] += 1
         self.rejected[code] = self.rejected.get(code, 0) + 1
 
-    def envelope_failed(self, peer: str, reason: str) -> None:
-        """Count a failed envelope by reason; at most one log line a minute, reason and peer."""
+    def envelope_failed(self, peer: str, reason: str, envelope: bytes = b"") -> None:
+        """Count a failed envelope by reason; log it where `alarms` says so.
+
+        `envelope`: kid and N, where they were read.
+        """
         failures = self.counters.envelope_failures
         failures[reason] = failures.get(reason, 0) + 1
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
         now_ns = self.clock.mono_ns()
-        key = (reason, peer)
-        last_ns, count = self._alarms.get(key, (-ALARM_EVERY_NS, 0))
-        if reason == "replayed" and key not in self._alarms:
-            # The first one may be a client's own retry: counted, silent for a moment.
-            last_ns = now_ns - ALARM_EVERY_NS + REPLAY_QUIET_NS
-        if now_ns - last_ns >= ALARM_EVERY_NS:
+        if reason == "replayed" and self.lately_taken.is_own_copy(envelope, peer, now_ns):
+            return
+        due = self.alarms.note(reason, peer, now_ns)
+        if due is not None:
             self.counters.alarms += 1
-            log.warning("envelopes refused: reason=%s peer=%s count=%d", reason, peer, count + 1)
-            last_ns, count = now_ns, -1
-        if len(self._alarms) >= ALARMS_MAX and key not in self._alarms:
-            self._alarms.clear()
-        self._alarms[key] = (last_ns, count + 1)
+            log.warning("envelopes refused: reason=%s peer=%s count=%d", reason, *due)
+
+    def clock_is_behind(self, behind_ms: int) -> None:
+        """Raise the alarm, once a minute at most: the wall clock lies far behind ours."""
+        due = self.alarms.note("clock_behind", "", self.clock.mono_ns())
+        if due is not None:
+            self.counters.alarms += 1
+            log.critical("the wall clock is %d ms behind: not ready", behind_ms)
 
     def flush_rejected(self) -> None:
         """Append one `rejected` record for what was refused since the last one."""

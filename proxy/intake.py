@@ -53,6 +53,7 @@ class SealedIntake:
         "_asked",
         "_context",
         "_held",
+        "_noted",
         "_opened",
         "_opener",
         "_peer",
@@ -69,6 +70,7 @@ class SealedIntake:
         self._held = 0
         self._waiter: Waiter | None = None
         self._opened: OpenedRequest | None = None
+        self._noted = False  # among those lately taken
         self._asked = False  # the store that replicas share
         self.problem: RequestError | None = None
         self.content_type = b""
@@ -83,7 +85,10 @@ class SealedIntake:
             raise self._failure(EnvelopeError("bad_carrier"))
         try:
             self._opener: RequestOpener = receiver.begin(
-                content_type=_text(fields.get(b"content-type")),
+                # A list of types is no type of ours.
+                content_type=None
+                if b"content-type" in head.repeated
+                else _text(fields.get(b"content-type")),
                 content_encoding=_text(fields.get(b"content-encoding")),
                 model_id=_text(fields.get(b"x-model-id")),
                 model_id_repeated=b"x-model-id" in head.repeated,
@@ -104,7 +109,9 @@ class SealedIntake:
         try:
             self._opener.feed(data, context.clock.wall_ms())
         except EnvelopeError as problem:
-            raise self._failure(problem) from None
+            raise self._failure(problem, self._opener.envelope) from None
+        if self._opener.admitted and not self._noted:  # a stream's frame 0
+            self._note()
         if self._shared:
             self._ask_store(waiter)
 
@@ -121,7 +128,9 @@ class SealedIntake:
             try:
                 opened = self._opener.finish(context.clock.wall_ms())
             except EnvelopeError as problem:
-                raise self._failure(problem) from None
+                raise self._failure(problem, self._opener.envelope) from None
+            if not self._noted:
+                self._note()
             if opened is None:
                 self._ask(waiter)
                 return None
@@ -131,6 +140,12 @@ class SealedIntake:
         if self.content_type:
             self.lines += b"Content-Type: " + self.content_type + b"\r\n"
         return opened
+
+    def _note(self) -> None:
+        """Remember for a moment that this peer's envelope was taken: see `alarms`."""
+        self._noted = True
+        context = self._context
+        context.lately_taken.add(self._opener.envelope, self._peer, context.clock.mono_ns())
 
     def _ask(self, waiter: Waiter) -> None:
         """Ask for what the opener waits for. Raises RequestError where nobody can say."""
@@ -170,7 +185,7 @@ class SealedIntake:
             if self._opened is None:
                 return  # the body is still coming
         except EnvelopeError as problem:
-            self.problem = self._failure(problem)
+            self.problem = self._failure(problem, self._opener.envelope)
         except RequestError as problem:
             self.problem = problem
         self._waiter = None
@@ -212,8 +227,8 @@ class SealedIntake:
         self._context.budget.give_back(self._peer, self._held)
         self._held = 0
 
-    def _failure(self, problem: EnvelopeError) -> RequestError:
-        self._context.envelope_failed(self._peer, problem.reason)
+    def _failure(self, problem: EnvelopeError, envelope: bytes = b"") -> RequestError:
+        self._context.envelope_failed(self._peer, problem.reason, envelope)
         refusal = RequestError(problem.code, _MESSAGES[problem.code])
         if problem.sealer is not None:
             return SealedRefusalError(refusal, problem)

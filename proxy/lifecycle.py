@@ -20,7 +20,7 @@ from proxy.audit.trace_id import MACHINES, TraceIds, machine_from_node
 from proxy.clock import SystemClock
 from proxy.config import Settings, split_address
 from proxy.context import Context
-from proxy.health import TICK_NS, Health
+from proxy.health import CLOCK_BEHIND_MS, TICK_NS, Health
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
@@ -221,6 +221,9 @@ class Sidecar:
         self._ticks += 1
         if self._ticks % FLUSH_EVERY_TICKS == 0:
             context.flush_rejected()
+            behind_ms = self._clock.behind_ms()
+            if behind_ms > CLOCK_BEHIND_MS:
+                context.clock_is_behind(behind_ms)
             context.judge_pools(now_ns)
             if context.receiver is not None and self._ticks % DROP_KIDS_EVERY_TICKS == 0:
                 context.receiver.keyring.drop_expired(self._clock.wall_ms())

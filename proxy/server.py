@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 DoorName = Literal["app", "sealed"]
 WRITE_HIGH_BYTES = 64 << 10
+# What is still read of a body whose envelope was refused (docs/envelope.md, "Order on receipt").
+ENVELOPE_DRAIN_BYTES = 64 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NEVER_NS = 1 << 62
 
@@ -57,6 +59,7 @@ class Downstream:
         "_close_after",
         "_context",
         "_discarded",
+        "_discards",
         "_expecting",
         "_held",
         "_left",
@@ -82,6 +85,7 @@ class Downstream:
         self._chunks: ChunkReader | None = None
         self._left = 0
         self._discarded = 0
+        self._discards = 0  # in bytes, while leaving
         self._expecting = False
         self._held = False
         self._close_after = False
@@ -132,7 +136,7 @@ class Downstream:
             self._discarded += len(data)
             if self._chunks is None and self._discarded >= self._left > 0:
                 self._close()
-            elif self._discarded > self._context.settings.limits.discard_bytes:
+            elif self._discarded > self._discards:
                 self._context.counters.limit_hits["limits.discard_bytes"] += 1
                 self._close()
         elif state is State.ANSWER:
@@ -295,6 +299,10 @@ class Downstream:
     ) -> None:
         """Send a whole answer of our own in clear and end the exchange."""
         close = not keep or self.must_close()
+        if close and problem.kind.code.startswith(
+            "envelope_"
+        ):  # nobody known sent it: little more is read
+            self._discards = ENVELOPE_DRAIN_BYTES
         self.write(own_answer(problem, extra=extra, close=close, bodiless=bodiless))
         self.answer_done(keep=not close)
 
@@ -328,7 +336,9 @@ class Downstream:
         """Close after an answer. Unread bytes would turn FIN into RST and lose the answer."""
         context = self._context
         in_body = self._state is State.BODY
-        too_much = self._chunks is None and self._left > context.settings.limits.discard_bytes
+        limit = context.settings.limits.discard_bytes
+        self._discards = min(self._discards, limit) if self._discards else limit
+        too_much = self._chunks is None and self._left > self._discards
         if self._state is State.ANSWER or (in_body and (self._expecting or too_much)):
             self._close()
             return

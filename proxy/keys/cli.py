@@ -143,6 +143,49 @@ def new(
 
 
 @keys.command()
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Where sidecar.json and client.json are.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    help="Validity of the next key; default: that of the key it follows.",
+)
+def rotate(directory: Path, days: int | None) -> None:
+    """Announce the client's next envelope key: it begins in ten minutes.
+
+    Both files get it, the sidecar's first; the keys before serve on until their grace is over, and
+    then leave the files. A sidecar that runs takes the new file by itself; give clients theirs
+    within the ten minutes.
+    """
+    from proxy.keys.file import KeyFileError, read
+    from proxy.keys.issue import FILE_NAMES, write
+    from proxy.keys.rotate import rotate as rotated
+
+    now_ms = time.time_ns() // 1_000_000
+    try:
+        files, fresh = rotated(
+            read(directory / FILE_NAMES["sidecar"]),
+            read(directory / FILE_NAMES["client"]),
+            now_ms=now_ms,
+            random=os.urandom,
+            days=days,
+        )
+        paths = write(directory, files, force=True, suffix=f"{now_ms}.{os.getpid()}")
+    except (KeyFileError, ValueError) as problem:
+        _fail(str(problem), EXIT_BAD_INPUT)
+    except OSError as problem:
+        _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
+    for path in paths:
+        click.echo(f"wrote {path}")
+    click.echo(f"kid {fresh.kid.hex()} begins {_utc(fresh.not_before_ms)}")
+
+
+@keys.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def show(file: Path, as_json: bool) -> None:

@@ -104,6 +104,7 @@ class RequestOpener:
         "_tenant",
         "_total",
         "_trailer",
+        "admitted",
         "check",
         "to_insert",
     )
@@ -113,7 +114,7 @@ class RequestOpener:
         self._model = model
         self._tenant = tenant
         # Not opened yet; a single that came in one piece is left where it lies.
-        self._buffer: bytearray | memoryview = bytearray()
+        self._buffer: bytes | bytearray | memoryview = b""
         self._header: Header | None = None
         self._derived: Derived | None = None
         self._aad = b""
@@ -128,6 +129,8 @@ class RequestOpener:
         self._total = 0
         self._digest: Digest | None = None
         self._ended = False
+        # Step 5 of this receiver's own cache is behind it.
+        self.admitted = False
         self._settled = not receiver.shared_store
         # (kid, N) that the shared store has to take; set once, by step 5.
         self.to_insert: tuple[bytes, bytes] | None = None
@@ -138,6 +141,12 @@ class RequestOpener:
         """Bytes this opener holds: unverified ones and a stream's plaintext."""
         frames = self._frames.held_bytes if self._frames is not None else 0
         return len(self._buffer) + frames + len(self._data)
+
+    @property
+    def envelope(self) -> bytes:
+        """Kid and N; empty before the header was good."""
+        header = self._header
+        return b"" if header is None else header.kid + header.nonce
 
     def feed(self, data: bytes, now_ms: int) -> None:
         """Take bytes of the HTTP body; raises `EnvelopeError` as early as can be known."""
@@ -159,12 +168,13 @@ class RequestOpener:
 
         None: it goes on with `inserted` (first, if there is a `to_insert`) or `checked`.
         """
-        opened = None
         try:
             opened = self._finish(now_ms)
-        finally:
-            if opened is not None or (self._settled and self.check is None):
-                self._drop()
+        except EnvelopeError:
+            self._drop()
+            raise
+        if opened is not None:
+            self._drop()
         return opened
 
     def inserted(self, verdict: Verdict, now_ms: int) -> OpenedRequest | None:
@@ -176,19 +186,24 @@ class RequestOpener:
         assert header is not None
         assert receiver is not None
         assert not self._settled, "inserted twice"
-        opened = None
         try:
-            # The time after the answer: what was in time when asked may be forgotten by now.
-            receiver.check_time(header.time_ms, now_ms)
-            if verdict != "ok":
-                raise EnvelopeError(verdict)
+            self._check_verdict(receiver, header, verdict, now_ms)
             self._settled = True
-            if self._ended:
-                opened = self._judge()
-        finally:
-            if opened is not None or not self._settled or (self._ended and self.check is None):
-                self._drop()
+            opened = self._judge() if self._ended else None
+        except EnvelopeError:
+            self._drop()
+            raise
+        if opened is not None:
+            self._drop()
         return opened
+
+    def _check_verdict(
+        self, receiver: Receiver, header: Header, verdict: Verdict, now_ms: int
+    ) -> None:
+        # The time after the answer: what was in time when asked may be forgotten by now.
+        receiver.check_time(header.time_ms, now_ms)
+        if verdict != "ok":
+            raise EnvelopeError(verdict)
 
     def checked(self, *, valid: bool) -> OpenedRequest:
         """Take the answer to `check` and return the request; raises `EnvelopeError`."""
@@ -205,7 +220,7 @@ class RequestOpener:
 
     def _drop(self) -> None:
         self._receiver = None
-        self._buffer = bytearray()
+        self._buffer = b""
         self._data = b""
         self._frames = None
         self._cipher = None
@@ -224,10 +239,10 @@ class RequestOpener:
             if len(data) < HEADER_BYTES:
                 self._buffer = bytearray(data)
                 return
-            header = self._header = self._check_header(data[:HEADER_BYTES], receiver, now_ms)
+            header = self._check_header(data[:HEADER_BYTES], receiver, now_ms)
             rest = memoryview(data)[HEADER_BYTES:]
             if header.flags & STREAM:
-                self._frames, self._data, self._buffer = RawFrames(), bytearray(), bytearray()
+                self._frames, self._data, self._buffer = RawFrames(), bytearray(), b""
                 data = bytes(rest)
             else:
                 self._buffer = rest if len(rest) == header.length else bytearray(rest)
@@ -253,6 +268,7 @@ class RequestOpener:
         # A kid that has sealed all it may answers nothing more, so nothing more is taken.
         if not receiver.keyring.accepts(derived.key, header.time_ms) or derived.spent():
             raise EnvelopeError("kid_expired")
+        self._header = header
         if receiver.replay.seen(header.kid, header.nonce, now_ms):
             raise EnvelopeError("replayed")
         self._derived = derived
@@ -265,6 +281,7 @@ class RequestOpener:
         verdict = receiver.replay.insert(header.kid, header.nonce, now_ms)
         if verdict != "ok":
             raise EnvelopeError(verdict)
+        self.admitted = True
         if receiver.shared_store:
             self.to_insert = header.kid, header.nonce
 
@@ -307,7 +324,7 @@ class RequestOpener:
                 self._data = derived.request.open(header.nonce, self._buffer, self._aad)
             except TagError:
                 raise EnvelopeError("bad_tag") from None
-            self._buffer = bytearray()
+            self._buffer = b""
             self._admit(receiver, header, now_ms)
         self._ended = True
         return self._judge() if self._settled else None

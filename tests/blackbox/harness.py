@@ -196,11 +196,13 @@ class Answer(Head):
 class Client(Wire):
     """A client connection."""
 
-    def __init__(self, port, *, receive_buffer=None):
+    def __init__(self, port, *, receive_buffer=None, source=None):
         sock = socket.socket()
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.settimeout(WAIT_S)
+        if source is not None:
+            sock.bind((source, 0))
         try:
             sock.connect(("127.0.0.1", port))
         except OSError:

@@ -1,0 +1,70 @@
+"""The next key of a client, announced ahead: what `tongguan keys rotate` writes.
+
+Pure. The receiver's file gets it first and the sealer's after; both know it ten minutes before it
+begins, so that neither is ever without the other's key. What is derived from a key lives on in both
+until its grace is over; only then it leaves the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from proxy.keys.file import KeyFileError
+from proxy.keys.issue import DAY_MS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.keys.file import KeyFile
+    from proxy.sm4.keyring import EnvelopeKey
+
+AHEAD_MS = 600_000
+# Three windows of the longest setting there is (envelope.window_s).
+GRACE_MS = 3 * 600_000
+
+
+def rotate(
+    sidecar: KeyFile,
+    client: KeyFile,
+    *,
+    now_ms: int,
+    random: Callable[[int], bytes],
+    days: int | None = None,
+) -> tuple[dict[str, KeyFile], EnvelopeKey]:
+    """Return both files with the next key in, by role, and that key as the client has it.
+
+    It is as the client's newest, but for kid, root and times; it lasts as long as that one, or
+    `days`. Its signature pair stays: that is who the client is. Raises `KeyFileError` for files
+    that do not belong together, or where a next key is announced already.
+    """
+    if not client.envelope_keys:
+        raise KeyFileError("the client's file has no key to follow; make one with: keys new")
+    last = max(client.envelope_keys, key=lambda key: key.not_before_ms)
+    known = {key.kid for key in sidecar.envelope_keys}
+    if last.kid not in known:
+        raise KeyFileError(f"kid {last.kid.hex()} of the client's file is not in the sidecar's")
+    if last.not_before_ms > now_ms:
+        raise KeyFileError(f"kid {last.kid.hex()} is announced already and has not begun")
+    begin_ms = now_ms + AHEAD_MS
+    span_ms = last.not_after_ms - last.not_before_ms if days is None else days * DAY_MS
+    fresh = replace(
+        last,
+        kid=random(8),
+        root=random(32),
+        not_before_ms=begin_ms,
+        not_after_ms=begin_ms + span_ms,
+    )
+    files = {
+        "sidecar": replace(
+            sidecar,
+            envelope_keys=(*_live(sidecar, now_ms), replace(fresh, sign_private=b"")),
+        ),
+        "client": replace(client, envelope_keys=(*_live(client, now_ms), fresh)),
+    }
+    return files, fresh
+
+
+def _live(file: KeyFile, now_ms: int) -> tuple[EnvelopeKey, ...]:
+    """Return the keys whose grace is not over."""
+    return tuple(key for key in file.envelope_keys if now_ms <= key.not_after_ms + GRACE_MS)
