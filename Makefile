@@ -14,7 +14,7 @@ ROOMS := proxy agent kernels ebpf
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint fuzz bench bench-proxy soak vm clean setup-dev
+.PHONY: help up test check lint fuzz mutants bench bench-proxy soak vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -27,6 +27,8 @@ help:
 	@echo '                     (a few minutes the first time, when it installs the tools)'
 	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, SM4), 10 minutes together;'
 	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
+	@echo 'make mutants         put one-line faults into the data path, one at a time: the test named for each'
+	@echo '                     has to fail (about 10 minutes)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
@@ -61,6 +63,9 @@ fuzz: setup-dev
 	$(BIN)/python -m tests.fuzz.wire --seconds $$(( $(FUZZ_S) / 5 * 2 ))
 	$(BIN)/python -m tests.fuzz.sse --seconds $$(( $(FUZZ_S) / 5 ))
 	$(BIN)/python -m tests.fuzz.sm4 --seconds $$(( $(FUZZ_S) / 5 * 2 ))
+
+mutants: setup-dev
+	$(BIN)/python -m tests.mutants
 
 bench: setup-dev
 	$(BIN)/python -m perf.proxy --setup

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tests.blackbox.node import environment, free_base
 
-WAIT_S = 20
+# What happens at all happens soon; tests/mutants.py, where much does not happen, waits less.
+WAIT_S = int(os.environ.get("BLACKBOX_WAIT_S", "20"))
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, no time: close sends RST
 OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n"
 OK = OK_HEAD + b"{}"
@@ -173,6 +174,7 @@ class Answer(Head):
 
     body = b""
     raw_body = b""
+    interim = 0  # answers of 1xx before it
 
     @property
     def status(self):
@@ -218,9 +220,10 @@ class Client(Wire):
 
     def answer(self, method="GET"):
         """Read one final answer with its body; interim ones are skipped."""
-        answer = self.head()
+        answer, interim = self.head(), 0
         while answer.status < 200:
-            answer = self.head()
+            answer, interim = self.head(), interim + 1
+        answer.interim = interim
         if method == "HEAD" or answer.status in {204, 304}:
             return answer
         if answer.get("Transfer-Encoding") is not None:

@@ -171,6 +171,7 @@ def run(sidecar, upstream, seed, cutting=None):
     with sidecar.client() as client:
         send(client, b"".join(data for _, data in asked), cutting)
         got = [client.answer(method) for method, _ in asked]
+    assert not any(one.interim for one in got)  # none was asked for
     until(lambda: len(upstream.seen) == len(asked), "every request upstream")
     records = [sidecar.record(one.trace_id) for one in got]
     return (
