@@ -20,8 +20,8 @@ from proxy.errors import RequestError
 from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, RequestHead, parse_request
 from proxy.relay import Relay
+from proxy.sockets import peer_left, untaken
 from proxy.sockets import reset as reset_transport
-from proxy.sockets import untaken
 
 if TYPE_CHECKING:
     import asyncio
@@ -408,9 +408,15 @@ class Downstream:
             self._transport.abort()
 
     def check_total(self, now_ns: int) -> None:
-        """End a request that has taken longer than any may."""
-        if self._relay is not None:
-            self._relay.check_total(now_ns)
+        """End a request that has taken longer than any may, or whose client left unseen."""
+        relay, transport = self._relay, self._transport
+        if relay is None or transport is None:
+            return
+        # While it is not read nothing tells of its end.
+        if not transport.is_reading() and peer_left(transport):
+            transport.abort()
+        else:
+            relay.check_total(now_ns)
 
     def expire(self) -> None:
         """End of the drain grace: a correct error ending for what still runs."""

@@ -1,4 +1,4 @@
-"""What asyncio has no word for: bytes that the peer has not taken, and an end by RST.
+"""What asyncio has no word for: bytes that the peer has not taken, a peer that left, an end by RST.
 
 Thin and stateless; each works on a transport that may have lost its socket by now.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import select
 import socket
 import struct
 import sys
@@ -28,6 +29,16 @@ def untaken(transport: asyncio.Transport) -> int:
             raw = fcntl.ioctl(endpoint.fileno(), termios.TIOCOUTQ, bytes(4))
             queued = int.from_bytes(raw, sys.byteorder)
     return transport.get_write_buffer_size() + queued
+
+
+def peer_left(transport: asyncio.Transport) -> bool:
+    """Say whether the peer has closed or half-closed; for a transport that is not read now."""
+    endpoint = transport.get_extra_info("socket")
+    if endpoint is None:
+        return True
+    poll = select.poll()
+    poll.register(endpoint.fileno(), select.POLLRDHUP)  # errors are told unasked
+    return bool(poll.poll(0))
 
 
 def reset(transport: asyncio.Transport) -> None:

@@ -55,6 +55,13 @@ def sidecar(tmp_path_factory, backend, keys):
         yield sidecar
 
 
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory, backend):
+    """A sidecar that waits for its upstream longer than any test does."""
+    with Sidecar(tmp_path_factory.mktemp("patient") / "s", backend.url) as sidecar:
+        yield sidecar
+
+
 @pytest.fixture
 def upstream(backend):
     yield backend.answering(ok)
@@ -230,6 +237,53 @@ def test_client_that_half_closes_inside_its_request_gets_nothing(sidecar, upstre
         client.sock.shutdown(socket.SHUT_WR)
         assert client.rest()[0] == b""
     assert sidecar.idle()
+
+
+LEAVES = {
+    "close": lambda client: client.close(),
+    "reset": lambda client: client.reset(),
+    "half-close": lambda client: client.sock.shutdown(socket.SHUT_WR),
+}
+
+
+@pytest.mark.parametrize(
+    ("behind", "leave"),
+    [*(("requests", leave) for leave in LEAVES), ("a body that is not taken", "reset")],
+)
+def test_client_that_leaves_while_it_is_not_read_cancels_the_upstream(
+    patient, upstream, leave, behind
+):
+    gone = []
+
+    def script(seen):
+        if behind == "requests":
+            seen.body()
+            gone.append(seen.wire.ended())
+            return
+        until(lambda: left, "the client to leave")
+        try:
+            while seen.wire.sock.recv(1 << 20):
+                pass
+        except ConnectionError:
+            pass
+        gone.append(time.monotonic())
+
+    left = []
+    upstream.answering(script)
+    with patient.client() as client:
+        if behind == "requests":
+            client.send(get() * 8000)
+        else:
+            client.sock.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                client.sock.sendall(post(b"x" * (30 << 20)))
+        until(lambda: upstream.seen, "the request")
+        start = time.monotonic()
+        LEAVES[leave](client)
+        left.append(True)
+        until(lambda: gone, "the upstream's connection to end")
+        assert gone[0] - start < 3
+    assert patient.idle()
 
 
 # --- interim answers, and answers without a body
