@@ -131,6 +131,8 @@ def own_answer(problem: RequestError, *, extra: bytes, close: bool, bodiless: bo
     kind = problem.kind
     body = problem.body()
     retry = b"Retry-After: %d\r\n" % problem.retry_after_s if kind.status in {429, 503} else b""
+    if not problem.retry_helps:
+        retry += b"x-should-retry: false\r\n"
     return (
         b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
         b"X-Tongguan-Error: %b\r\n%b%b%b\r\n%b"

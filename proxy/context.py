@@ -17,12 +17,14 @@ from proxy.alarms import Alarms, LatelyTaken
 from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
 from proxy.connector import Upstreams
+from proxy.gates import Gates
 from proxy.http.http1 import HeadLimits
 from proxy.lanes import Route, Tenant, tenant_lanes
 from proxy.metrics import Counters
 from proxy.observe import Observing
 from proxy.qos.classes import CLASSES, POOL_OF
 from proxy.qos.pools import Ejection, Endpoint, PoolState, State
+from proxy.qos.rules import rules_of
 from proxy.retry import Retries
 from proxy.sm4.budget import Budget
 from proxy.verifying import SignatureWorker
@@ -112,6 +114,9 @@ class Context:
         limits = settings.limits
         self.head_limits = HeadLimits(limits.head_bytes, limits.field_bytes, limits.fields)
         self.routes: dict[PoolName, Route] = {name: self._route(name) for name in POOL_NAMES}
+        pools = {name: route.state for name, route in self.routes.items()}
+        self.gates = Gates(settings, pools, loop, clock, self.counters)
+        self.turnstiles = self.gates.turnstiles
         self.connections: dict[str, set[Connection]] = {"app": set(), "sealed": set()}
         self.trace_ids = TraceIds(machine_from_node(machine))
         self.keys: KeyProvider | None = None
@@ -193,6 +198,8 @@ class Context:
                 tls=loaded.trust.get(name),
             )
             route.state, route.upstreams, route.retries = old.state, old.upstreams, old.retries
+        self.gates, self.turnstiles = before.gates, before.turnstiles
+        self.gates.renew(self.settings)
 
     def _route(self, name: PoolName) -> Route:
         pool: Pool = getattr(self.settings.pools, name)
@@ -226,7 +233,8 @@ class Context:
         )
 
     def judge_pools(self, now_ns: int) -> None:
-        """Once a second: leave slow endpoints alone, renew retry budgets, open P0's connections."""
+        """Once a second: leave slow endpoints alone, renew budgets, open P0's connections."""
+        self.gates.second()
         for route in self.routes.values():
             route.state.judge(now_ns)
             route.retries.tick(self.counters.started[route.qos])
@@ -252,7 +260,10 @@ class Context:
             prompt_key=None if self.keys is None else self.keys.prompt_key(name),
             qos=self.settings.qos,
             routes=self.routes,
+            tiers=self.gates.tiers,
             histograms={c: (counters.duration[c], counters.first_byte[c]) for c in CLASSES},
+            rules=rules_of(self.settings.qos.rules, name, "" if row is None else row.sla),
+            bucket=self.gates.buckets.get(name),
         )
         if len(self._tenants) < TENANTS_MAX:
             self._tenants[name] = made

@@ -97,9 +97,7 @@ class Dispatch(Reception):
             self._probe = True
             return endpoint
         overflow = lane.overflow
-        if overflow is not None and overflow.route.state.admit(overflow.bound):
-            lane.route.state.release()
-            lane.route.state.overflows += 1
+        if overflow is not None and self._spill(overflow):
             self._move(overflow)
             self._lease()
             return None

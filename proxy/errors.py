@@ -108,11 +108,18 @@ class RequestError(Exception):
     """A request ends with an answer of our own.
 
     `code` is a row of `ERRORS`; `message` is for a person and names the limit and its setting where
-    one was hit; `param` names the offending field, if one is.
+    one was hit; `param` names the offending field, if one is. `retry_helps`: the answer may differ
+    once `retry_after_s` is over.
     """
 
     def __init__(
-        self, code: Code, message: str, *, param: str | None = None, retry_after_s: int = 1
+        self,
+        code: Code,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int = 1,
+        retry_helps: bool = True,
     ) -> None:
         super().__init__(message)
         self.code: Code = code
@@ -120,6 +127,7 @@ class RequestError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = max(1, retry_after_s)
+        self.retry_helps = retry_helps
 
     def body(self) -> bytes:
         """Return the JSON body in OpenAI's form."""

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from proxy.config import Pool, Qos
 from proxy.connector import Upstreams
 from proxy.metrics import Histogram
+from proxy.qos.admission import Tier
 from proxy.qos.classes import CLASSES, PoolName, QosClass, UnknownClassError, Verdict, classify
 from proxy.qos.pools import PoolState
+from proxy.qos.ratelimit import TokenBucket
+from proxy.qos.rules import Rule
 from proxy.retry import Retries
 
 # Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
@@ -50,7 +53,9 @@ class Lane:
     qos: QosClass
     asked: str  # the class that the tenant's cap lowered, else empty
     route: Route
-    bound: int  # requests of this class in flight
+    tier: Tier  # where it takes its place: its class's, or that of the pool it overflows to
+    bucket: TokenBucket | None  # the tenant's, for all its classes but P0
+    weighs: bool  # the pool has several endpoints, so what a request costs says which
     host: bytes
     request_fields: bytes  # X-QoS-Class and X-Tenant-Id upstream, Authorization if the pool has one
     answer_fields: bytes  # X-QoS-Class, X-QoS-Pool, and the name of X-Trace-Id
@@ -61,15 +66,23 @@ class Lane:
 
 @dataclass(slots=True)
 class Tenant:
-    """One tenant: `known` has the lane of each plain header value, and of None, its absence."""
+    """One tenant: `known` has the lane of each plain header value, and of None, its absence.
+
+    Where `rules` have to see the body first, None is not known.
+    """
 
     name: str
     max_class: QosClass
     prompt_key: bytes | None = field(repr=False)
     known: dict[bytes | None, Lane]
+    default: Lane
+    rules: tuple[Rule, ...] = ()
 
-    def lane(self, asked: bytes | None, *, repeated: bool, qos: Qos) -> Lane:
-        """Return the lane of any value, plain or not. Raises UnknownClassError."""
+    def lane(self, asked: bytes | None, *, repeated: bool, qos: Qos) -> Lane | None:
+        """Return the lane of any value, plain or not; None: `rules` have to see the body first.
+
+        Raises UnknownClassError.
+        """
         classify(
             asked,
             repeated=repeated,
@@ -78,7 +91,7 @@ class Tenant:
             max_class=self.max_class,
         )
         # What is unknown and not refused is as if nothing had been asked.
-        return self.known[None if repeated or asked not in self.known else asked]
+        return self.known.get(None if repeated or asked not in self.known else asked)
 
 
 def tenant_lanes(
@@ -88,7 +101,10 @@ def tenant_lanes(
     prompt_key: bytes | None,
     qos: Qos,
     routes: dict[PoolName, Route],
+    tiers: dict[QosClass, Tier],
     histograms: dict[QosClass, tuple[Histogram, Histogram]],
+    rules: tuple[Rule, ...] = (),
+    bucket: TokenBucket | None = None,
 ) -> Tenant:
     """Return a tenant with all its lanes; a cap below P0 makes lanes for lowered classes too."""
     lanes: dict[tuple[QosClass, str], Lane] = {}
@@ -108,18 +124,24 @@ def tenant_lanes(
         # Two classes lowered to the same one are two lanes: the record names the one asked for.
         key = verdict.qos, wanted if verdict.capped else ""
         if key not in lanes:
-            lanes[key] = _lane(name, verdict, wanted, qos, routes, histograms)
+            lanes[key] = _lane(name, verdict, wanted, routes, tiers, histograms, bucket)
         known[asked] = lanes[key]
-    return Tenant(name, max_class, prompt_key, known)
+    default = known[None]
+    if rules and rules[0].plain:
+        known[None] = known[rules[0].qos.encode()]
+    elif rules:
+        del known[None]
+    return Tenant(name, max_class, prompt_key, known, default, rules)
 
 
 def _lane(
     tenant: str,
     verdict: Verdict,
     wanted: str,
-    qos: Qos,
     routes: dict[PoolName, Route],
+    tiers: dict[QosClass, Tier],
     histograms: dict[QosClass, tuple[Histogram, Histogram]],
+    bucket: TokenBucket | None,
     taken_by: PoolName | None = None,
 ) -> Lane:
     pool = taken_by or verdict.pool
@@ -129,14 +151,15 @@ def _lane(
     answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: "
     overflow = None
     if taken_by is None and route.settings.overflow and pool in OVERFLOW:  # one step, no further
-        overflow = _lane(tenant, verdict, wanted, qos, routes, histograms, OVERFLOW[pool])
+        other = OVERFLOW[pool]
+        overflow = _lane(tenant, verdict, wanted, routes, tiers, histograms, bucket, other)
     return Lane(
         qos=verdict.qos,
         asked=wanted if verdict.capped else "",
         route=route,
-        bound=min(qos.p0.inflight, route.state.inflight_max)
-        if pool == "dedicated"
-        else route.state.inflight_max,
+        tier=tiers[route.qos],
+        bucket=None if verdict.qos == "P0" else bucket,
+        weighs=len(route.state.endpoints) > 1,
         host=route.host,
         request_fields=fields + route.authorization,
         answer_fields=answer.encode(),

@@ -21,6 +21,7 @@ from proxy.clock import SystemClock
 from proxy.config import Settings, split_address
 from proxy.context import Context
 from proxy.health import CLOCK_BEHIND_MS, TICK_NS, Health
+from proxy.limits import LimitsPoll
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
 from proxy.server import DoorName, Downstream
@@ -64,6 +65,7 @@ class Sidecar:
         self._servers: list[asyncio.Server] = []
         self._admin: AdminDoor | None = None
         self._watcher: Watcher | None = None
+        self._limits = LimitsPoll(self._context)
         self._draining = False
         self._stopping = asyncio.Event()
         self._signals = 0
@@ -135,6 +137,7 @@ class Sidecar:
         self._watcher.start()
         if worker is not None:
             worker.serving()
+        self._limits.start()
         # What was made at start lives as long as the process: no collection has to look at it.
         gc.collect()
         gc.freeze()
@@ -283,6 +286,7 @@ class Sidecar:
         context = self._context
         self._health.started = False
         context.signatures.close()
+        await self._limits.stop()
         for server in self._servers:
             server.close()
         deadline_s = self._loop.time() + CLOSE_S

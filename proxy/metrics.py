@@ -11,6 +11,9 @@ from bisect import bisect_left
 
 from proxy.errors import Outcome
 
+if typing.TYPE_CHECKING:
+    from proxy.qos.classes import QosClass
+
 # Seconds. 200 and 220 ms (drift), 500 and 800 ms (P0's promise) are bounds so that tests of them
 # are exact counts.
 BOUNDS_S = (
@@ -71,9 +74,10 @@ class Counters:
     """What the data path counts. Written by the loop's thread only, read by any."""
 
     def __init__(self) -> None:
-        classes = ("P0", "P1", "P2")
-        self.started = dict.fromkeys(classes, 0)
-        self.queue_full = dict.fromkeys(classes, 0)
+        classes: tuple[QosClass, ...] = ("P0", "P1", "P2")
+        self.started: dict[QosClass, int] = dict.fromkeys(classes, 0)
+        self.rate_limited = {(qos, whose): 0 for qos in classes for whose in ("class", "tenant")}
+        self.rule_matches: list[int] = []  # by the rule's place in the settings
         self.outcomes = {(q, o): 0 for q in classes for o in OUTCOMES}
         self.duration = {qos: Histogram() for qos in classes}
         self.first_byte = {qos: Histogram() for qos in classes}

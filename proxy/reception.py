@@ -1,24 +1,43 @@
-"""Taking a request: its class and place, or its envelope, and the head that goes upstream."""
+"""Taking a request: its class and place, or its envelope, and the head that goes upstream.
+
+The class is known with the head, unless a rule has to see the body. A place is taken when the body
+has come, so a slow upload holds none; where there is none, the request waits in its gate's queue.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from proxy.errors import RequestError
+from proxy.http.body import view
+from proxy.http.peek import PEEK_BYTES, peek
 from proxy.intake import SealedIntake, too_large_sealed
+from proxy.qos.admission import Ticket
 from proxy.qos.classes import UnknownClassError
+from proxy.qos.rules import choose, tokens
 from proxy.replier import Replier
 
 if TYPE_CHECKING:
     from proxy.context import Context
+    from proxy.lanes import Lane, Tenant
+    from proxy.qos.admission import Refusal, Tier
     from proxy.sm4.opener import OpenedRequest
+
+EARLY_LOOK_BYTES = 64 << 10  # a body above it is not taken in for a queue that is full
+REFUSED = {
+    "queue_full": "no place is left and the queue of class {qos} is full; try again in {s} s",
+    "queue_deadline": "no place got free within the deadline of class {qos}; try again in {s} s",
+    "early": "class {qos} drains too slowly for this request's deadline; try again in {s} s",
+}
 
 
 class Reception(Replier):
     """The layer that takes a request, in clear or sealed. Raises RequestError where it refuses."""
 
     _intake: SealedIntake | None = None
-    _placed = False
+    _place: Tier | None = None  # where it counts as in flight
+    _ticket: Ticket | None = None  # while it waits for that
+    _undecided: Tenant | None = None  # until a rule has seen the body
 
     def open(self) -> None:
         """Take the head: class and place, or the envelope's outer form. Raises RequestError."""
@@ -39,7 +58,7 @@ class Reception(Replier):
             self._admit(fields.get(b"x-qos-class"), repeated=b"x-qos-class" in head.repeated)
 
     def _admit(self, asked: bytes | None, *, repeated: bool) -> None:
-        """Class it and take a place in its pool. Raises RequestError."""
+        """Class it, if that can be done without its body. Raises RequestError."""
         context = self.context
         tenant = context.tenant(self.tenant)
         lane = tenant.known.get(asked)
@@ -48,24 +67,188 @@ class Reception(Replier):
                 lane = tenant.lane(asked, repeated=repeated, qos=context.settings.qos)
             except UnknownClassError as problem:
                 raise RequestError("invalid_request", str(problem), param="X-QoS-Class") from None
+            if lane is None:
+                self._undecided = tenant
+                return
+        self.prompt_key = tenant.prompt_key
+        self._classed(lane)
+
+    def _decide(self, tenant: Tenant, body: bytes, length: int, model: str = "") -> None:
+        """Class it by the rules; `body`: all of it, or what came first. Raises RequestError."""
+        self._undecided = None
+        seen = peek(body, length, model)
+        rule = choose(tenant.rules, seen)
+        lane = tenant.default
+        if rule is not None:
+            lane = tenant.known[rule.qos.encode()]
+            self.context.counters.rule_matches[rule.number - 1] += 1
+        self.prompt_key = tenant.prompt_key
+        self._classed(lane)
+
+    def _glimpse(self, pieces: list[bytes], *, whole: bool) -> bool:
+        """Class an undecided request when enough of its body has come; False: not yet.
+
+        Raises RequestError.
+        """
+        tenant, size = self._undecided, self.request_body_bytes
+        if tenant is None or (size < PEEK_BYTES and not whole):
+            return tenant is None
+        length = size if whole else max(size, self.request.content_length or 0)
+        self._decide(tenant, b"".join(pieces), length)
+        return True
+
+    def _classed(self, lane: Lane) -> None:
+        context, request = self.context, self.request
         self.lane = lane
         self.trace_id = context.trace_ids.next(
             (self.start_ns + context.wall_offset_ns) // 1_000_000
         )
-        self.traceparent = context.traceparent(self.request.fields.get(b"traceparent"))
-        self.prompt_key = tenant.prompt_key
-        qos = lane.qos
-        context.counters.started[qos] += 1
+        self.traceparent = context.traceparent(request.fields.get(b"traceparent"))
+        context.counters.started[lane.qos] += 1
         if context.blocks_on_audit and context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")
-        if not lane.route.state.admit(lane.bound):
-            overflow = lane.overflow
-            if overflow is None or not overflow.route.state.admit(overflow.bound):
-                context.counters.queue_full[qos] += 1
-                raise RequestError("queue_full", f"pool {lane.route.name} has no place left")
-            lane.route.state.overflows += 1
-            self.lane = overflow
-        self._placed = True
+        if lane.tier.checks or lane.bucket is not None:
+            self._check(lane)
+
+    def _check(self, lane: Lane) -> None:
+        """Refuse what a rate forbids, and a large body that is yet to come to a full queue."""
+        tier, request = lane.tier, self.request
+        now_ns = self.context.clock.mono_ns()
+        for bucket in (tier.bucket, lane.bucket):
+            if bucket is not None and not bucket.take(now_ns):
+                if bucket is not tier.bucket and tier.bucket is not None:
+                    tier.bucket.give_back()
+                whose = "class" if bucket is tier.bucket else "tenant"
+                self.context.counters.rate_limited[lane.qos, whose] += 1
+                raise RequestError(
+                    "rate_limited",
+                    f"more than {bucket.rate:g} requests a second of this {whose}",
+                    retry_after_s=bucket.wait_s(now_ns),
+                )
+        if tier.full and self._intake is None:
+            length = request.content_length or 0
+            if request.expect or request.chunked or length > EARLY_LOOK_BYTES:
+                started = self.context.counters.started[lane.qos]
+                tier.came += 1
+                raise shed(tier.gate.refuse(tier, "queue_full", now_ns, started))
+
+    # -- a place
+
+    def _enter(self, body: bytes) -> bool:
+        """Take a place; False: it waits, or is refused in its turn. Raises RequestError."""
+        lane = self.lane
+        tier = lane.tier
+        if lane.weighs:
+            self.cost = self._cost(body)
+        gate, pool = tier.gate, tier.pool
+        if pool.inflight < tier.bound and gate.inflight < tier.direct:
+            pool.inflight += 1
+            gate.inflight += 1
+            self._place = tier
+            return True
+        overflow = lane.overflow
+        if overflow is not None and self._spill(overflow):
+            self._move(overflow)
+            return True
+        self._line_up(tier, body)
+        return False
+
+    def _spill(self, overflow: Lane) -> bool:
+        """Take a place in another pool instead; False: that has none that is free at once."""
+        tier, lane = overflow.tier, self.lane
+        gate, pool = tier.gate, tier.pool
+        # P0 is bound by what the pool can hold, not by what is measured or waits there.
+        bound = pool.inflight_max if lane.qos == "P0" else tier.bound
+        if pool.inflight >= bound or (lane.qos != "P0" and gate.inflight >= tier.direct):
+            return False
+        self._leave_place(self.context.clock.mono_ns())
+        pool.inflight += 1
+        gate.inflight += 1
+        self._place = tier
+        lane.route.state.overflows += 1
+        return True
+
+    def _line_up(self, tier: Tier, body: bytes) -> None:
+        context = self.context
+        gate, now_ns = tier.gate, context.clock.mono_ns()
+        started = context.counters.started[tier.qos]
+        cost = self.cost if self.lane.weighs else self._cost(body)
+        taken = gate.enter(tier, self, cost, self.start_ns, now_ns, started)
+        if isinstance(taken, Ticket):
+            self._ticket = taken
+            self.downstream.deadline_ns = taken.deadline_ns
+            if gate.may_go():
+                context.turnstiles[tier.qos].schedule()
+            return
+        tier.pool.refused += 1
+        if tier.qos != "P2":
+            raise shed(taken)
+        context.turnstiles[tier.qos].turn_away(self, taken)
+
+    def _cost(self, body: bytes) -> int:
+        """Return the tokens it may take: the prompt's, by its length, and the answer's."""
+        answer = self.context.settings.qos.default_max_tokens
+        seen = view(body) if body else None
+        if seen is None:
+            return tokens(max(len(body), self.request.content_length or 0)) + answer
+        prompt = seen.prompt
+        size = len(body) if prompt is None else prompt[1] - prompt[0]
+        return tokens(size) + (answer if seen.max_tokens is None else seen.max_tokens)
+
+    def granted(self, now_ns: int) -> None:
+        """See `Waiter`."""
+        del now_ns
+        ticket = self._ticket
+        assert ticket is not None, "granted without a ticket"
+        self._ticket = None
+        self._place = ticket.tier
+        self._lease()
+
+    def turned_away(self, refusal: Refusal) -> None:
+        """See `Waiter`."""
+        if self.closed:
+            return
+        if self._ticket is not None:
+            self._ticket = None
+            self.dispatch_ns = self.context.clock.mono_ns()  # until then it waited
+        self.refuse(shed(refusal), keep=True)
+
+    def _run_out(self, ticket: Ticket) -> None:
+        """End a wait that has reached its deadline."""
+        context, tier = self.context, ticket.tier
+        started = context.counters.started[tier.qos]
+        self.turned_away(tier.gate.run_out(ticket, context.clock.mono_ns(), started))
+
+    def _answer_began(self, place: Tier, now_ns: int) -> None:
+        """Tell the gate how long the first byte took."""
+        gate = place.gate
+        if gate.first_byte(self.dispatch_ns, now_ns) and gate.waiting:
+            self.context.turnstiles[place.qos].schedule()
+
+    def _leave_place(self, now_ns: int) -> None:
+        """Give back the place, or the place in the queue."""
+        place, ticket = self._place, self._ticket
+        if place is not None:
+            self._place = None
+            gate = place.gate
+            place.pool.inflight -= 1
+            gate.inflight -= 1
+            if gate.waiting:
+                self.context.turnstiles[place.qos].schedule()
+        elif ticket is not None:
+            self._ticket = None
+            ticket.tier.gate.leave(ticket, now_ns)
+
+    # -- what `Dispatch` and `Relay` do
+
+    def _lease(self) -> None:
+        """Take an endpoint, and a connection to it."""
+
+    def _move(self, lane: Lane) -> None:
+        """Let another pool serve it."""
+
+    def refuse(self, problem: RequestError, *, keep: bool) -> None:
+        """End with an answer of our own, decided before the upstream answered."""
 
     def _open_envelope(self, intake: SealedIntake, opened: OpenedRequest) -> bytes:
         """Take what was opened and return its body; from here on every answer is sealed."""
@@ -83,6 +266,9 @@ class Reception(Replier):
                 "headers_too_large", "a line of the prelude is over limits.field_bytes"
             )
         self._admit(opened.qos.strip(" ").encode() or None, repeated=False)
+        if self._undecided is not None:
+            model = self.request.fields.get(b"x-model-id", b"").decode("latin-1")
+            self._decide(self._undecided, opened.body, len(opened.body), model)
         return opened.body
 
     def _head(self, lines: bytes, framing: bytes) -> bytes:
@@ -101,6 +287,16 @@ class Reception(Replier):
             self.traceparent,
             framing,
         )
+
+
+def shed(refusal: Refusal) -> RequestError:
+    """Return the answer to a request that admission refused."""
+    return RequestError(
+        "queue_full" if refusal.reason == "queue_full" else "queue_deadline",
+        REFUSED[refusal.reason].format(qos=refusal.qos, s=refusal.retry_after_s),
+        retry_after_s=refusal.retry_after_s,
+        retry_helps=refusal.retry_helps,
+    )
 
 
 def too_large(context: Context) -> RequestError:

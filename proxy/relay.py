@@ -70,6 +70,8 @@ class Relay(Dispatch):
             self._send_piece(data)
         else:
             self._pieces.append(data)
+            if self._undecided is not None and not self._glimpse(self._pieces, whole=False):
+                return
             if self.request_body_bytes > context.collect_bytes:
                 self._stream_request()
 
@@ -91,6 +93,8 @@ class Relay(Dispatch):
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             lines = self.request.lines
+            if self._undecided is not None:
+                self._glimpse(pieces, whole=True)
         self._pieces = []
         if body:
             body = self.observe_request(body, ask_ids=self.lane.route.settings.token_ids)
@@ -108,7 +112,8 @@ class Relay(Dispatch):
         self._payload = self._head(lines, framing) + body
         if self.lane.overflow is not None:
             self._parts = lines, framing, body
-        self._lease()
+        if self._enter(body):
+            self._lease()
 
     def envelope_ready(self) -> None:
         """See `Waiter`: the signature was verified, or the shared store has answered."""
@@ -138,7 +143,8 @@ class Relay(Dispatch):
         if self.lane.overflow is not None:
             self._parts = request.lines, framing, b""
         self.downstream.hold_body(hold=True)
-        self._lease()
+        if self._enter(b""):
+            self._lease()
 
     def _send_piece(self, data: bytes, *, framed: bool = False) -> None:
         if self._upstream_chunked and not framed:
@@ -177,7 +183,10 @@ class Relay(Dispatch):
             self.upstream_body(body)
             self.answer_ends()
         else:
-            self.first_byte_ns = self.context.clock.mono_ns()
+            now_ns = self.first_byte_ns = self.context.clock.mono_ns()
+            place = self._place
+            if place is not None and place.gate.inflight > place.gate.watch:
+                self._answer_began(place, now_ns)
             self.answered_bytes = len(body)
             self.answer_whole(head, self.observe_data(body))
         self._close(End.ANSWERED)
@@ -188,6 +197,9 @@ class Relay(Dispatch):
         now_ns = context.clock.mono_ns()
         if not self.first_byte_ns:
             self.first_byte_ns = now_ns
+            place = self._place
+            if place is not None and place.gate.inflight > place.gate.watch:
+                self._answer_began(place, now_ns)
         downstream = self.downstream
         if not downstream.write_paused:
             downstream.deadline_ns = now_ns + context.times.stream_idle_ns
@@ -267,6 +279,9 @@ class Relay(Dispatch):
     def on_deadline(self) -> None:
         """A wait took too long: the client's, or the upstream's."""
         context, downstream = self.context, self.downstream
+        if self._ticket is not None:
+            self._run_out(self._ticket)
+            return
         hits = context.counters.limit_hits
         if downstream.write_paused:
             unread = downstream.unread()
@@ -335,7 +350,9 @@ class Relay(Dispatch):
             self.status = ERRORS[code].status
         self._finish(verdict.outcome)
         if verdict.action is Action.REPLY:
-            self.reply(RequestError(code, MESSAGES[code]), keep=True)
+            # Who drains comes back as another process, if at all.
+            helps = code != "draining"
+            self.reply(RequestError(code, MESSAGES[code], retry_helps=helps), keep=True)
         elif verdict.action is Action.EVENT:
             self.error_event(code)
             self.hand_back()
@@ -364,10 +381,9 @@ class Relay(Dispatch):
         counters = context.counters
         counters.request_bytes += self.request_body_bytes
         counters.answer_bytes += self.answered_bytes
+        self._leave_place(now_ns)
         if self.trace_id:
             lane, start_ns = self.lane, self.start_ns
-            if self._placed:
-                lane.route.state.inflight -= 1
             self.qos, self.pool, self.asked = lane.qos, lane.route.name, lane.asked
             counters.outcomes[lane.qos, outcome] += 1
             lane.duration.add(now_ns - start_ns)

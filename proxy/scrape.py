@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from kernels.wire import AVAILABLE
 from proxy.metrics import built
 from proxy.qos.pools import STATE_NAMES
+from proxy.scrape_qos import qos_families
 from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         yield from self._requests()
+        yield from qos_families(self._context)
         yield from self._pools()
         yield from self._endpoints()
         yield from self._channel()
@@ -54,12 +56,6 @@ class Collector:
         for qos, count in counters.started.items():
             started.add_metric([qos], count)
         yield started
-        refused = CounterMetricFamily(
-            "tongguan_proxy_queue_full", "Requests refused with queue_full.", labels=["qos"]
-        )
-        for qos, count in counters.queue_full.items():
-            refused.add_metric([qos], count)
-        yield refused
         finished = CounterMetricFamily(
             "tongguan_proxy_requests", "Finished requests.", labels=["qos", "outcome"]
         )

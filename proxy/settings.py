@@ -130,6 +130,9 @@ def build(
                 typing.cast("type[Any]", hint), raw or {}, env, f"{full}.", problems
             )
             continue
+        if _is_list_of_tables(hint):
+            values[item.name] = _list(hint, raw, full, problems)
+            continue
         if typing.get_origin(hint) not in (None, Literal, tuple):
             values[item.name] = _mapping(hint, raw, full, problems)
             continue
@@ -172,6 +175,22 @@ def _members(section: Any) -> list[tuple[str, Any]]:
     if isinstance(section, dict):
         return list(section.items())
     return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
+
+
+def _is_list_of_tables(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0])
+
+
+def _list(hint: Any, raw: Any, full: str, problems: list[str]) -> tuple[Any, ...]:
+    row = typing.get_args(hint)[0]
+    if raw is None:
+        return ()
+    if not isinstance(raw, list) or not all(isinstance(v, dict) for v in raw):
+        problems.append(f"{full}: expected a list of tables, [[{full}]]")
+        return ()
+    return tuple(
+        build(row, sub, {}, f"{full}[{number}].", problems) for number, sub in enumerate(raw, 1)
+    )
 
 
 def own_variables(environ: Mapping[str, str], skip: tuple[str, ...]) -> dict[str, str]:

@@ -160,6 +160,6 @@ def test_the_table_of_settings_leaves_none_out() -> None:
     found = set(re.findall(r"^\| `([^`]+)` \|", settings_table.page(), re.MULTILINE))
     pools = ("dedicated", "shared", "best_effort")
     found |= {name.replace("<pool>", pool) for name in found for pool in pools}
-    sections = {name.rpartition(".")[0] for name in known_settings()} | {"tenants"}
+    sections = {name.rpartition(".")[0] for name in known_settings()} | {"tenants", "qos.rules"}
     assert known_settings() - sections <= found
-    assert "tenants.<name>.max_class" in found
+    assert {"tenants.<name>.max_class", "qos.rules[].model"} <= found

@@ -77,10 +77,14 @@ def rows(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
                 yield from rows(typing.cast("type", hint), f"{path}.")
             elif item.name == "shared":  # the three pools are alike: one table
                 yield from rows(Pool, f"{prefix}<pool>.")
-        elif "doc" not in item.metadata:  # a table of tables, a name each
-            yield from rows(typing.get_args(hint)[1], f"{path}.<name>.")
+        elif "doc" not in item.metadata:
+            inner = typing.get_args(hint)
+            if typing.get_origin(hint) is tuple:  # a list of tables
+                yield from rows(inner[0], f"{path}[].")
+            else:  # a table of tables, a name each
+                yield from rows(inner[1], f"{path}.<name>.")
         else:
-            mapped = ".<name>." in path
+            mapped = ".<name>." in path or "[]." in path
             variable = f"`{ENV_PREFIX}{path.replace('.', '_').upper()}`"
             cells = (
                 f"`{path}`",

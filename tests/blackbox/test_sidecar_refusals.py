@@ -52,6 +52,7 @@ def sidecar(tmp_path_factory, backend):
         TIMEOUTS_KEEPALIVE_S=30,
         QOS_P0_INFLIGHT=1,
         POOLS_BEST_EFFORT_INFLIGHT=1,
+        QOS_P2_QUEUE=0,
     ) as sidecar:
         yield sidecar
 

@@ -178,7 +178,7 @@ def test_show_prints_every_setting_from_all_its_sources(tongguan, tmp_path):
     assert "settings ok: " in result.stderr
     assert shown["doors"]["backlog"] == 7
     assert shown["log_level"] == "debug"
-    assert shown["tenants"] == {"acme": {"max_class": "P1"}}
+    assert shown["tenants"]["acme"]["max_class"] == "P1"
 
 
 def test_every_mistake_is_listed_and_the_code_is_2(tongguan, tmp_path):

@@ -8,7 +8,15 @@ import typing
 
 import pytest
 
-from proxy.config import Settings, describe, load, read, split_address, split_endpoint
+from proxy.config import (
+    Settings,
+    describe,
+    load,
+    read,
+    split_address,
+    split_endpoint,
+    split_url,
+)
 from proxy.settings import SettingsError, is_service_variable, own_variables, service_variables
 
 
@@ -54,7 +62,9 @@ def good_value(name, hint, meta, default):
         return not default
     if hint in (int, float):
         value = default + 1
-        return value if meta["le"] is None or value <= meta["le"] else default - 1
+        if meta["le"] is None or value <= meta["le"]:
+            return value
+        return meta["ge"] if default > meta["ge"] else meta["le"]
     if typing.get_origin(hint) is typing.Literal:
         others = [v for v in typing.get_args(hint) if v != default]
         return others[0] if others else default
@@ -62,6 +72,8 @@ def good_value(name, hint, meta, default):
         return ["http://192.0.2.1:8000", "unix:/run/engine.sock"]
     if name == "envelope.replay_store_url":
         return "rediss://user@192.0.2.1:6379/1"
+    if name == "qos.limits_url":
+        return "http://192.0.2.1:9/limits"
     return "127.0.0.1:9" if name in {"doors.app", "doors.sealed", "doors.admin"} else "x"
 
 
@@ -255,12 +267,72 @@ def test_the_error_says_all_problems_in_its_text():
     ("text", "name"),
     [
         ("[doors]\nApp = 'x'\n", "doors.App"),
-        ("[qos.p1]\ninflight = 1\n", "qos.p1"),
+        ("[qos.p1]\ninflight = 1\n", "qos.p1.inflight"),
+        ("[[qos.rules]]\nclass = 'P1'\nqos = 'P1'\n", "qos.rules[1].class"),
+        ("[qos.p3]\nqueue = 1\n", "qos.p3"),
         ("[tenants.acme]\nclass = 'P0'\n", "tenants.acme.class"),
     ],
 )
 def test_an_unknown_key_is_refused_at_any_depth(text, name):
     assert problems(text) == [f"{name}: unknown setting"]
+
+
+# --- lists of tables
+
+
+def test_rows_of_a_list_keep_their_order_and_have_defaults():
+    rules = load(
+        "[[qos.rules]]\nqos = 'P2'\n[[qos.rules]]\nqos = 'P0'\nmodel = 'm'\n", {}
+    ).qos.rules
+    assert [(r.qos, r.model, r.prompt_bytes_min) for r in rules] == [("P2", "", 0), ("P0", "m", 0)]
+    shown = describe(load("[[qos.rules]]\nqos = 'P2'\n", {}))
+    assert json.loads(json.dumps(shown))["qos"]["rules"][0]["qos"] == "P2"
+
+
+def test_every_mistake_in_a_list_is_named_with_its_row():
+    text = """
+    [[qos.rules]]
+    model = "m"
+    [[qos.rules]]
+    qos = "P9"
+    prompt_bytes_min = -1
+    [[qos.rules]]
+    qos = "P1"
+    colour = "red"
+    prompt_tokens_min = 9
+    prompt_tokens_max = 8
+    """
+    assert problems(text) == [
+        "qos.rules[2].prompt_bytes_min: must be at least 0, got -1",
+        "qos.rules[3].colour: unknown setting",
+        "qos.rules[1].qos: expected one of 'P0', 'P1', 'P2', got ''",
+        "qos.rules[2].qos: expected one of 'P0', 'P1', 'P2', got 'P9'",
+        "qos.rules[3].prompt_tokens_max: less than prompt_tokens_min",
+    ]
+
+
+@pytest.mark.parametrize("value", ["1", "'x'", "{}", "[1]", "[{qos = 'P1'}, 2]", "{a = {}}"])
+def test_what_is_no_list_of_tables_is_refused(value):
+    found = problems(f"[qos]\nrules = {value}\n")
+    assert found == ["qos.rules: expected a list of tables, [[qos.rules]]"]
+
+
+def test_a_list_of_tables_has_no_variable():
+    name = "TONGGUAN_QOS_RULES"
+    assert problems("", {name: "x"}) == [f"{name}: unknown variable"]
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a:1/x", "a:1/x", "http://", "http://a:0x/", "http://a:99999/", "http://a/b c"]
+)
+def test_a_url_that_is_none_is_refused(url):
+    (found,) = problems(toml("qos.limits_url", url))
+    assert found.startswith("qos.limits_url: expected ")
+
+
+def test_a_url_is_parted():
+    assert split_url("http://a:1/v1/limits") == (("a", 1), "/v1/limits")
+    assert split_url("http://a") == (("a", 80), "/")
 
 
 @pytest.mark.parametrize("name", ["doors", "pools.shared", "qos.p0"])
@@ -507,7 +579,8 @@ def test_a_file_that_is_not_utf8_is_a_problem(tmp_path):
 
 def test_settings_are_shown_as_plain_data_with_every_name():
     plain = describe(load("[tenants.acme]\n", {}))
-    assert json.loads(json.dumps(plain))["tenants"] == {"acme": {"max_class": "P1"}}
+    acme = {"max_class": "P1", "sla": "", "rate": 0.0, "burst": 0}
+    assert json.loads(json.dumps(plain))["tenants"] == {"acme": acme}
     for name in NAMES:
         table = plain
         for part in name.split("."):

@@ -41,6 +41,7 @@ def tenant(context, max_class="P0", default="P1", on_unknown="default"):
         prompt_key=b"k" * 32,
         qos=qos,
         routes=context.routes,
+        tiers=context.gates.tiers,
         histograms={c: (counters.duration[c], counters.first_byte[c]) for c in CLASSES},
     )
     return made, qos
@@ -103,15 +104,69 @@ def test_policy_may_refuse_what_is_not_plain(context, value, repeated):
     assert made.lane(None, repeated=False, qos=qos) is made.known[None]
 
 
-def test_the_bound_is_the_pools_and_for_p0_the_smaller_of_two(context):
-    made, _ = tenant(context)
-    assert made.known[b"P0"].bound == 40  # qos.p0.inflight is 128 by default
-    assert made.known[b"P1"].bound == 50
-    assert made.known[b"P2"].bound == 60
-    assert context.tenant("team-a").known[None].bound == 50
-    granted = load("[tenants.vip]\nmax_class = 'P0'\n[qos.p0]\ninflight = 3\n", {})
-    other = Context(granted, ManualClock(), context.loop, "node")
-    assert other.tenant("vip").known[b"P0"].bound == 3
+def test_the_bound_is_the_pools_and_for_p0_the_smaller_of_two():
+    loop = asyncio.new_event_loop()
+
+    def bounds(p0, dedicated):
+        text = f"""
+        [tenants.vip]
+        max_class = "P0"
+        [qos.p0]
+        inflight = {p0}
+        [qos.adaptive]
+        enabled = false
+        [pools.dedicated]
+        inflight = {dedicated}
+        [pools.shared]
+        inflight = 50
+        [pools.best_effort]
+        inflight = 60
+        """
+        known = Context(load(text, {}), ManualClock(), loop, "node").tenant("vip").known
+        return [known[value].tier.bound for value in (b"P0", b"P1", b"P2", None)]
+
+    assert bounds(30, 40) == [30, 50, 60, 50]
+    assert bounds(50, 40) == [40, 50, 60, 50]
+    loop.close()
+
+
+def rows(*rules, default="P1", tenants=""):
+    text = f"[qos]\ndefault_class = '{default}'\n{tenants}\n"
+    return text + "".join(f"[[qos.rules]]\n{rule}\n" for rule in rules)
+
+
+def classes(context, text, tenant="team-a"):
+    made = Context(load(text, {}), ManualClock(), context.loop, "node").tenant(tenant)
+    return made, made.known.get(None)
+
+
+def test_a_rule_on_the_tenant_alone_is_part_of_the_look_up(context):
+    _, lane = classes(context, rows("qos = 'P2'\ntenant = 'team-a'", "qos = 'P1'\nmodel = 'm'"))
+    assert lane.qos == "P2"
+
+
+def test_a_rule_on_the_sla_holds_for_tenants_that_have_it(context):
+    text = rows("qos = 'P2'\nsla = 'bronze'", tenants="[tenants.b]\nsla = 'bronze'")
+    assert classes(context, text, "b")[1].qos == "P2"
+    assert classes(context, text, "team-a")[1].qos == "P1"
+
+
+def test_a_rule_on_the_body_leaves_absence_undecided_and_names_decided(context):
+    made, lane = classes(context, rows("qos = 'P2'\nmodel = 'slow-*'"))
+    assert lane is None
+    assert made.default.qos == "P1"
+    assert made.known[b"P2"].qos == "P2"
+    assert made.lane(b"nonsense", repeated=False, qos=context.settings.qos) is None
+
+
+def test_rules_of_other_tenants_ask_for_no_body(context):
+    _, lane = classes(context, rows("qos = 'P2'\nmodel = 'x'\ntenant = 'other'"))
+    assert lane.qos == "P1"
+
+
+def test_a_rule_raises_nobody_above_the_cap(context):
+    _, lane = classes(context, rows("qos = 'P0'\ntenant = 'team-a'"))
+    assert (lane.qos, lane.asked) == ("P1", "P0")
 
 
 def test_the_fields_upstream_and_back_name_the_effective_class(context):

@@ -19,6 +19,7 @@ from proxy.clock import ManualClock
 from proxy.config import Settings, load
 from proxy.context import Context
 from proxy.metrics import BOUNDS_S, DOORS, LIMITS, OUTCOMES, Counters, Histogram, built
+from proxy.qos.admission import REASONS as SHED_REASONS
 from proxy.qos.pools import STATE_NAMES
 from proxy.scrape import Collector
 from proxy.sm4.cipher import tier
@@ -220,13 +221,15 @@ def test_names_have_our_form_and_counters_end_in_total(full):
 def test_label_values_come_from_closed_lists_and_never_from_a_client(full):
     allowed = {
         "qos": set(CLASSES),
-        "outcome": set(OUTCOMES),
+        "outcome": {*OUTCOMES, "taken", "stale", "absent", "malformed"},
         "door": set(DOORS),
         "pool": set(POOLS),
         "limit": {*LIMITS, *OTHER_LIMITS},
-        "reason": {*REASONS, *retry.REASONS, *retry.COUNTED, "errors", "slow"},
+        "reason": {*REASONS, *SHED_REASONS, *retry.REASONS, *retry.COUNTED, "errors", "slow"},
         "endpoint": {url for name in POOLS for url in getattr(Settings().pools, name).endpoints},
         "state": set(STATE_NAMES.values()),
+        "scope": {"class", "tenant"},
+        "pools": {"dedicated+shared+best_effort"},
         "tier": {tier()},
         "built": {built()},
         "wire": {"c", "pure"},

@@ -67,13 +67,13 @@ def test_new_context_is_current_for_all_before_it(context):
 
 def test_running_request_keeps_its_context_and_shares_its_place(context):
     lane = context.tenant("default").known[None]
-    assert lane.route.state.admit(lane.bound)
+    assert lane.route.state.admit(lane.tier.bound)
     text = "[pools.shared]\ninflight = 1\nendpoints = ['http://127.0.0.1:2']\n[limits]\nfields = 9"
     made = context.renewed(Loaded(load(text, {}), None, {"shared": b"Authorization: x\r\n"}))
     route = made.routes["shared"]
     assert (context.head_limits.fields, made.head_limits.fields) == (128, 9)
     assert lane.route.settings.inflight == 512
-    assert not route.state.admit(made.tenant("default").known[None].bound)
+    assert not route.state.admit(made.tenant("default").known[None].tier.bound)
     lane.route.state.release()
     assert route.state.inflight == 0
     assert [endpoint.url for endpoint in route.state.endpoints] == ["http://127.0.0.1:2"]
@@ -94,7 +94,8 @@ def test_differences_are_named_down_to_the_tenant():
     one = load("[tenants.a]\nmax_class = 'P2'\n[limits]\nfields = 9", {})
     other = load("[tenants.a]\nmax_class = 'P0'\n[tenants.b]\nmax_class = 'P1'", {})
     assert changed(one, one) == []
-    assert changed(one, other) == ["limits.fields", "tenants.a.max_class", "tenants.b.max_class"]
+    rows = [f"tenants.b.{name}" for name in ("burst", "max_class", "rate", "sla")]
+    assert changed(one, other) == ["limits.fields", "tenants.a.max_class", *rows]
 
 
 @pytest.mark.parametrize(
