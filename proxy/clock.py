@@ -40,12 +40,15 @@ class SystemClock:
 
     def wall_ns(self) -> int:
         """Unix time in nanoseconds that never steps back in this process."""
-        steady = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + self._offset_ns
+        # The wall clock first: a pause between the two readings must not pass for a step of it.
         wall = time.time_ns()
-        if wall > steady:
-            self._offset_ns += wall - steady
+        boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        offset = self._offset_ns
+        if wall > boot + offset:
+            # Set, not added to: two threads that see one step at once must take it once.
+            self._offset_ns = wall - boot
             return wall
-        return steady
+        return boot + offset
 
     def wall_ms(self) -> int:
         """Unix time in milliseconds that never steps back in this process."""

@@ -68,6 +68,38 @@ def test_a_step_forward_is_taken_at_once_and_kept(kernel):
     assert clock.behind_ms() == 60_000
 
 
+def test_two_threads_that_see_one_step_take_it_once(kernel, monkeypatch):
+    clock = SystemClock()
+    kernel.wall += 3600 * SECOND
+    inside = []
+
+    def interrupted(which):
+        if not inside:  # between this thread's readings another one takes the step
+            inside.append(which)
+            clock.wall_ns()
+        return kernel.boot
+
+    monkeypatch.setattr("proxy.clock.time.clock_gettime_ns", interrupted)
+    assert clock.wall_ns() == START_NS + 3600 * SECOND
+    kernel.run(SECOND)
+    assert clock.wall_ns() == START_NS + 3601 * SECOND
+
+
+def test_a_pause_between_the_readings_is_no_step_of_the_wall_clock(kernel, monkeypatch):
+    clock = SystemClock()
+
+    def paused(which):
+        del which
+        kernel.run(SECOND)
+        return kernel.boot
+
+    monkeypatch.setattr("proxy.clock.time.clock_gettime_ns", paused)
+    clock.wall_ns()
+    monkeypatch.setattr("proxy.clock.time.clock_gettime_ns", lambda _: kernel.boot)
+    assert clock.wall_ns() == START_NS + SECOND
+    assert clock.behind_ms() == 0
+
+
 def test_a_slow_wall_clock_does_not_slow_it(kernel):
     clock = SystemClock()
     for _ in range(10):
