@@ -25,7 +25,7 @@ help:
 	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
 	@echo 'make check           format, lint, types, import directions, unit tests'
 	@echo '                     (a few minutes the first time, when it installs the tools)'
-	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, SM4), 10 minutes together;'
+	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, envelopes, SM4), 10 minutes together;'
 	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
 	@echo 'make mutants         put one-line faults into the data path, one at a time: the test named for each'
 	@echo '                     has to fail (about 10 minutes)'
@@ -62,7 +62,8 @@ fuzz: setup-dev
 	@case '$(FUZZ_S)' in ''|*[!0-9]*) echo 'FUZZ_S: expected whole seconds' >&2; exit 2;; esac
 	$(BIN)/python -m tests.fuzz.wire --seconds $$(( $(FUZZ_S) / 5 * 2 ))
 	$(BIN)/python -m tests.fuzz.sse --seconds $$(( $(FUZZ_S) / 5 ))
-	$(BIN)/python -m tests.fuzz.sm4 --seconds $$(( $(FUZZ_S) / 5 * 2 ))
+	$(BIN)/python -m tests.fuzz.envelope --seconds $$(( $(FUZZ_S) / 5 ))
+	$(BIN)/python -m tests.fuzz.sm4 --seconds $$(( $(FUZZ_S) / 5 ))
 
 mutants: setup-dev
 	$(BIN)/python -m tests.mutants

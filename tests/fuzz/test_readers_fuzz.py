@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kernels import wire
-from tests.fuzz import sse
+from tests.fuzz import envelope, sse
 from tests.unit.kernels import wire_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SEED = random.SystemRandom().randrange(1 << 32)
 
@@ -17,6 +21,15 @@ def test_damaged_event_streams_come_apart_as_the_standard_says() -> None:
     rng = random.Random(SEED)
     for _ in range(2000):
         sse.check(rng)
+
+
+@pytest.mark.parametrize("check", envelope.CHECKS)
+def test_damaged_envelopes_are_refused_however_they_arrive(
+    check: Callable[[random.Random], None],
+) -> None:
+    rng = random.Random(SEED)
+    for _ in range(700):
+        check(rng)
 
 
 @pytest.mark.skipif(not wire.AVAILABLE, reason="kernels.wire: no extension built here")

@@ -187,14 +187,19 @@ def open_answer(
 
 
 def hand_sealed(
-    inner: bytes, *, flags: int = 0, key: EnvelopeKey | None = None, padded: bytes | None = None
+    inner: bytes,
+    *,
+    flags: int = 0,
+    key: EnvelopeKey | None = None,
+    padded: bytes | None = None,
+    model: str = MODEL,
 ) -> bytes:
     """Seal any plaintext at all, as a client that does not keep to the format might."""
     key = key or make_key()
     padded = pad(inner, key.pad) if padded is None else padded
     head = Header(key.suite, flags, key.kid, NOW_MS, fresh_nonce(), len(padded) + 16).encode()
     derived = derived_of(key)
-    aad = associated_data(head, MODEL.encode(), derived.audience)
+    aad = associated_data(head, model.encode(), derived.audience)
     return head + derived.request.seal(head[24:36], padded, aad)
 
 
