@@ -315,13 +315,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise PeerError("two cores are needed: one for the sidecar, one for the load")
     peers.build_tools()
     seconds, seed = arguments.minutes * 60, arguments.seed
+    made_of = {"machine": machine.facts(), "sidecar": machine.sidecar()}  # before a long time
     soak = Soak(seconds, seed, peers.Ports(arguments.port_base), arguments.mb)
     gates = soak.run()
     outcome = {
         "what": "perf.soak",
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "machine": machine.facts(),
-        "sidecar": machine.sidecar(),
+        **made_of,
         "parameters": {"seconds": seconds, "seed": seed},
         "facts": soak.facts,
         "gates": [report.gate_row(gate) for gate in gates],

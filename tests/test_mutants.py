@@ -17,7 +17,8 @@ LEAST = 30
 # The data path: what has to have faults in it.
 PLACES = (
     "proxy/server.py", "proxy/relay.py", "proxy/upstream.py", "proxy/exchange.py",
-    "proxy/replier.py", "proxy/http/", "proxy/qos/", "kernels/wire/",
+    "proxy/replier.py", "proxy/reception.py", "proxy/retry.py", "proxy/http/", "proxy/qos/",
+    "kernels/wire/",
 )  # fmt: skip
 
 
