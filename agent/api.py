@@ -54,6 +54,7 @@ from agent.inbox import AbandonedError, Batch, Inbox
 from agent.listen import peer_uid, transport_of
 from agent.metrics import RequestTimes
 from agent.openai import Job, parse_chat, parse_completion
+from agent.witness_api import WitnessApi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from agent.config import Agent
     from agent.metrics import Metrics
     from agent.node import Node
+    from agent.witness_store import WitnessStore
 
     _Parse = Callable[[bytes, int], Job]
 
@@ -79,8 +81,16 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class Api:
     """Builds the ASGI application; `abandon_all` ends what still runs at shutdown."""
 
-    def __init__(self, node: Node, settings: Agent, metrics: Metrics, token: bytes) -> None:
+    def __init__(
+        self,
+        node: Node,
+        settings: Agent,
+        metrics: Metrics,
+        token: bytes,
+        witness: WitnessStore | None = None,
+    ) -> None:
         self._node = node
+        self._witness = WitnessApi(witness, self._believed, metrics) if witness else None
         self._settings = settings
         self._metrics = metrics
         self._bearer = b"Bearer " + token if token else b""
@@ -99,6 +109,7 @@ class Api:
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/v1/chat/completions", _Endpoint(self, parse_chat), methods=["POST"]),
                 Route("/v1/completions", _Endpoint(self, parse_completion), methods=["POST"]),
+                *(self._witness.routes() if self._witness else ()),
             ],
             exception_handlers={
                 HTTPException: self._on_http_error,

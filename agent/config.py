@@ -66,6 +66,9 @@ class Agent:
     token_file: str = setting(
         "", "file of the sidecars' bearer token: with it X-QoS-Class is believed"
     )
+    witness_dir: str = setting(
+        "", "where heads of sidecars' audit logs are kept to cosign them; empty: no witness"
+    )
     trusted_uids: tuple[str, ...] = setting(
         (), "uids believed over the unix socket, besides root and the agent's own"
     )

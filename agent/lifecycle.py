@@ -31,6 +31,7 @@ from agent.engine.types import Engine, EngineError
 from agent.listen import HEAD_BYTES, DoorLimits, ListenError, door, open_tcp, open_unix
 from agent.metrics import Metrics
 from agent.node import Node
+from agent.witness_store import WitnessError, WitnessStore
 
 if TYPE_CHECKING:
     import socket
@@ -74,6 +75,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
     opened: list[socket.socket] = []
     try:
         token = read_token(settings.token_file)
+        witness = WitnessStore(Path(settings.witness_dir)) if settings.witness_dir else None
         if settings.listen:
             opened.append(open_tcp(settings.listen, "agent.listen", settings.backlog))
         if settings.socket:
@@ -81,7 +83,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         sockets = list(opened)
         if settings.admin:
             opened.append(open_tcp(settings.admin, "agent.admin", settings.backlog))
-    except (TokenError, ListenError) as problem:
+    except (TokenError, ListenError, WitnessError) as problem:
         for sock in opened:
             sock.close()
         # A person's mistake, not ours: a line, no traceback.
@@ -90,7 +92,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
 
     node = Node(time.monotonic_ns())
     metrics = Metrics(node)
-    api = Api(node, settings, metrics, token)
+    api = Api(node, settings, metrics, token, witness)
     admin = AdminThread(opened[-1], node, metrics) if settings.admin else None
     server = api_server(settings, api, metrics)
     run = _Run(settings, node, server, api)

@@ -120,6 +120,20 @@ class Metrics:
             self.abandoned.labels(name)
         for name in LIMITS:
             self.limits.labels(name)
+        self.witness_cosigned = Counter(
+            "tongguan_agent_witness_cosigned",
+            "Checkpoints of audit logs cosigned.",
+            registry=self.registry,
+        )
+        self.witness_refused = Counter(
+            "tongguan_agent_witness_refused",
+            "Checkpoints refused, by status; fork: two histories of one log.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.witness_origins = Gauge(
+            "tongguan_agent_witness_origins", "Audit logs known.", registry=self.registry
+        )
 
     def render(self) -> bytes:
         """Return the exposition text."""

@@ -185,6 +185,7 @@ def places(sidecar: sidecar_config.Settings, agent: agent_config.Agent) -> dict[
         "audit.dir": sidecar.audit.dir,
         "envelope.state_dir": sidecar.envelope.state_dir,
         "agent.socket": agent.socket,
+        "agent.witness_dir": agent.witness_dir,
     }
 
 
@@ -246,6 +247,7 @@ state_dir = {quote(str(state))}
 
 [audit]
 dir = {quote(str(state / "audit"))}
+witness = {quote(endpoint if fits else "")}
 
 # On one's own machine P0 may be tried out.
 [tenants.default]
@@ -256,6 +258,7 @@ max_class = "P0"
 listen = "127.0.0.1:{base_port + AGENT}"
 admin = "127.0.0.1:{base_port + AGENT_ADMIN}"
 socket = {quote(str(agent_socket) if fits else "")}
+witness_dir = {quote(str(state / "witness") if fits else "")}
 """
 
 

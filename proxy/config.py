@@ -233,6 +233,15 @@ class Audit:
     flush_records: int = setting(256, "group size", ge=1, le=4096)
     heartbeat_s: int = setting(30, "record after so long without one", ge=1)
     segment_bytes: int = setting(64 << 20, "segment size", ge=1 << 16, le=64 << 20)
+    witness: str = setting(
+        "", "who cosigns checkpoints: http://host:port or unix:/path of an agent; empty: nobody"
+    )
+    witness_authorization_file: str = setting(
+        "", "file whose content becomes the Authorization header to the witness"
+    )
+    witness_late_s: int = setting(
+        300, "a witness that decides nothing for so long is an alarm; with block, not ready", ge=1
+    )
     alg: Literal["s256", "sm3"] = setting("s256", "chain MAC: HMAC-SHA256 or HMAC-SM3")
     prompt_hash_mode: Literal["keyed", "plain"] = setting(
         "keyed", "plain lets a dictionary open prompt hashes"
@@ -341,6 +350,7 @@ def cross_check(settings: Settings) -> list[str]:
             except ValueError as problem:
                 problems.append(f"pools.{name}.endpoints: {problem}")
     problems.extend(_qos_problems(settings.qos))
+    problems.extend(_audit_problems(settings.audit))
     return problems
 
 
@@ -360,6 +370,17 @@ def _qos_problems(qos: Qos) -> list[str]:
         except ValueError as problem:
             problems.append(f"qos.limits_url: {problem}")
     return problems
+
+
+def _audit_problems(audit: Audit) -> list[str]:
+    if audit.witness.startswith("https:"):
+        return ["audit.witness: expected http:// or unix:/path, of an agent on this node"]
+    if audit.witness:
+        try:
+            split_endpoint(audit.witness)
+        except ValueError as problem:
+            return [f"audit.witness: {problem}"]
+    return []
 
 
 def _store_problems(envelope: Envelope) -> list[str]:

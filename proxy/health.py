@@ -73,12 +73,18 @@ class Health:
             reasons.append("replay_store_lost")
         if context.audit_blocked():
             reasons.append("audit_unavailable")
+        if self._witness_trouble() and context.settings.audit.on_failure == "block":
+            reasons.append(self._witness_trouble())
         if self._clock.behind_ms() > CLOCK_BEHIND_MS:
             reasons.append(f"clock_behind_ms={self._clock.behind_ms()}")
         receiver = context.receiver
         if receiver is not None and not receiver.keyring.live_kids(self._clock.wall_ms()):
             reasons.append("no_live_kid")
         return reasons
+
+    def _witness_trouble(self) -> str:
+        audit = self.context.audit
+        return audit.witness_trouble if audit is not None else ""
 
     def notes(self) -> list[str]:
         """Return what does not stop traffic but should be known."""
@@ -88,6 +94,8 @@ class Health:
             notes.append("audit_off")
         elif not context.audit.available:
             notes.append("audit_degraded")
+        if self._witness_trouble() and context.settings.audit.on_failure != "block":
+            notes.append(self._witness_trouble())
         if context.settings.audit.prompt_hash_mode == "plain":
             notes.append("prompt_hashes_plain: a dictionary can open them")
         if context.receiver is not None and not context.settings.envelope.fence_s:

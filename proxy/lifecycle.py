@@ -227,6 +227,8 @@ class Sidecar:
             behind_ms = self._clock.behind_ms()
             if behind_ms > CLOCK_BEHIND_MS:
                 context.clock_is_behind(behind_ms)
+            if context.audit is not None:
+                context.audit.watch()
             context.judge_pools(now_ns)
             if context.receiver is not None and self._ticks % DROP_KIDS_EVERY_TICKS == 0:
                 context.receiver.keyring.drop_expired(self._clock.wall_ms())

@@ -285,6 +285,7 @@ class Collector:
             ("syncs", "Group syncs."),
             ("lost", "Records lost and declared."),
             ("failures", "Failed writes and syncs."),
+            ("checkpoints", "Checkpoints signed."),
         ):
             value = getattr(stats, name)
             yield CounterMetricFamily(f"tongguan_proxy_audit_{name}", text, value=value)
@@ -300,4 +301,14 @@ class Collector:
         )
         yield GaugeMetricFamily(
             "tongguan_proxy_audit_pending", "Records not yet durable.", value=stats.pending
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_audit_unsigned",
+            "Durable records behind the last checkpoint.",
+            value=max(0, stats.head_seq - stats.checkpoint_seq),
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_audit_witness_trouble",
+            "1 while the witness refuses, or has decided nothing for too long.",
+            value=int(bool(audit.witness_trouble)),
         )

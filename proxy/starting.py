@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.config import WORKERS_MAX, Settings, describe
+from proxy.config import WORKERS_MAX, Settings, describe, split_endpoint
 from proxy.recorder import Recorder
-from proxy.settings import StartError
+from proxy.settings import StartError, one_line
 
 if TYPE_CHECKING:
     from proxy.audit.signing import NoteSigner
+    from proxy.audit.witness import WitnessClient
     from proxy.clock import SystemClock
     from proxy.context import Context
     from proxy.keys.provider import KeyProvider
@@ -53,6 +54,7 @@ def start_audit(
     from proxy.audit.setup import AuditError, ChainConfig  # noqa: PLC0415 - only with a chain
     from proxy.audit.writer import AuditWriter  # noqa: PLC0415
 
+    signers = _signers(keys)
     config = ChainConfig(
         dir=Path(row.dir),
         origin=_origin(settings, clock, node, worker),
@@ -67,7 +69,8 @@ def start_audit(
         segment_bytes=row.segment_bytes,
         heartbeat_s=row.heartbeat_s,
         genesis=_genesis(settings),
-        signers=_signers(keys),
+        signers=signers,
+        witness=_witness(settings, signers),
     )
     try:
         context.audit = AuditWriter.start(config, clock, context.loop, context.gauges)
@@ -88,6 +91,22 @@ def _signers(keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
         return tuple(NoteSigner(*row) for row in rows)
     except ValueError as problem:
         raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
+
+
+def _witness(settings: Settings, signers: tuple[NoteSigner, ...]) -> WitnessClient | None:
+    row = settings.audit
+    if not row.witness:
+        return None
+    if not signers:
+        raise StartError("audit.witness is set, but the key file has no checkpoint_keys")
+    from proxy.audit.witness import WitnessClient  # noqa: PLC0415 - only with a witness
+
+    return WitnessClient(
+        split_endpoint(row.witness),
+        [signer.key.line() for signer in signers],
+        authorization=one_line(row.witness_authorization_file, "audit.witness_authorization_file"),
+        late_s=row.witness_late_s,
+    )
 
 
 def _origin(settings: Settings, clock: SystemClock, node: str, worker: int | None) -> str:

@@ -46,7 +46,18 @@ class Answer:
 
 
 class Witness(Protocol):
-    """Who cosigns, off this thread: `submit` never blocks."""
+    """Who cosigns, off this thread: `submit` never blocks. `closing`: the log ends."""
+
+    closing: bool
+
+    @property
+    def trouble(self) -> str:
+        """Return what is wrong, as a word for readyz; "" if nothing is."""
+        ...
+
+    def alarm(self) -> str:
+        """Return the text of an alarm record, once for each trouble; "" if none is due."""
+        ...
 
     def submit(self, submission: Submission) -> None:
         """Ask; there is no other submission under way."""
@@ -54,6 +65,14 @@ class Witness(Protocol):
 
     def poll(self) -> Answer | None:
         """Return the answer to what was submitted, once."""
+        ...
+
+    def wait(self, seconds: float) -> Answer | None:
+        """As `poll`, but wait for it."""
+        ...
+
+    def stop(self) -> None:
+        """Ask no more."""
         ...
 
 
@@ -111,7 +130,7 @@ class Checkpointer:
 
     def sign(self) -> Signed:
         """Sign the tree as it is, and ask the witness to cosign that, unless it is still busy."""
-        cosigned = self._settle()
+        cosigned = self._settle(self._witness.poll()) if self._witness is not None else ""
         whole = self._known.copy()
         if self._asked is not None:
             whole.join(self._asked)
@@ -125,12 +144,22 @@ class Checkpointer:
             self._witness.submit(Submission(note, old_size, size, tuple(proof)))
         return Signed(whole.end, note, cosigned)
 
-    def _settle(self) -> str:
+    def farewell(self, seconds: float) -> None:
+        """Show the witness the end of the log, if it answers in time; then ask it no more."""
+        witness = self._witness
+        if witness is None:
+            return
+        if self._asked is not None:
+            self._settle(witness.wait(seconds / 2))
+        if self._asked is None and self._fresh.end > self._fresh.begin:
+            witness.closing = True
+            self.sign()
+            witness.wait(seconds / 2)
+        witness.stop()
+
+    def _settle(self, answer: Answer | None) -> str:
         """Take the witness's answer; return what it cosigned, or ""."""
-        if self._witness is None or self._asked is None:
-            return ""
-        answer = self._witness.poll()
-        if answer is None:
+        if answer is None or self._asked is None:
             return ""
         asked, self._asked = self._asked, None
         if answer.known == asked.end:

@@ -55,6 +55,8 @@ PENDING_RECORDS = 8192
 PENDING_BYTES = 16 << 20
 RETRY_S = 0.5
 CLOSE_S = 5.0
+# What the witness has at the end: less than CLOSE_S, in which the thread must be gone.
+FAREWELL_S = 2.0
 # What `append` returns for a record it had to drop.
 LOST = -1
 
@@ -166,6 +168,19 @@ class AuditWriter:
     def available(self) -> bool:
         """Whether records reach the disk; under policy `block` no means 503."""
         return self._available and not self._losing and not self._closing
+
+    @property
+    def witness_trouble(self) -> str:
+        """What is wrong with the witness, as a word for readyz; "" if nothing is, or none is."""
+        witness = self._config.witness
+        return witness.trouble if witness is not None else ""
+
+    def watch(self) -> None:
+        """Write an alarm record for what has gone wrong off the loop; to be called now and then."""
+        witness = self._config.witness
+        alarm = witness.alarm() if witness is not None and not self._closing else ""
+        if alarm:
+            self.append("alarm", {"what": alarm})
 
     @property
     def origin(self) -> str:
@@ -323,6 +338,8 @@ class AuditWriter:
             with contextlib.suppress(RuntimeError):  # the loop is gone
                 self._loop.call_soon_threadsafe(self._done, committed, signed)
         self._disk.close()
+        if self._tree is not None:
+            self._tree.farewell(FAREWELL_S)
 
     def _commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
         """Write, sync, and sign what is durable then; in the sync thread."""

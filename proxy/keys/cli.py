@@ -83,6 +83,13 @@ def keys() -> None:
     help="The hash that signature and SM3-HMAC are over.",
 )
 @click.option(
+    "--checkpoints",
+    type=click.Choice(["ed25519", "sm2", "both"]),
+    default="ed25519",
+    show_default=True,
+    help="Who signs the audit log's checkpoints; both: two signatures on each.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Replace files that are there: the envelope key and the chain seed are fresh; the "
@@ -99,6 +106,7 @@ def new(
     require_signature: bool,
     require_mac: bool,
     digest: str,
+    checkpoints: str,
     force: bool,
 ) -> None:
     """Draw fresh keys and write sidecar.json, client.json and auditor.json, mode 0600.
@@ -126,6 +134,7 @@ def new(
         sign=sign or "",
         require_mac=require_mac,
         require_signature=require_signature,
+        checkpoints=("ed25519", "sm2") if checkpoints == "both" else (checkpoints,),
     )
     now_ms = time.time_ns() // 1_000_000
     try:

@@ -38,6 +38,7 @@ class Order:
     sign: str = ""
     require_mac: bool = False
     require_signature: bool = False
+    checkpoints: tuple[str, ...] = ("ed25519",)
 
 
 def issue(
@@ -85,10 +86,12 @@ def issue(
     seeds = (*before.chain_seeds, seed) if before else (seed,)
     private = (before.auditor_private if before else None) or random(32)
     public = X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
-    signs = (f"tongguan-{random(4).hex()}", "ed25519", random(32))
-    lines = (*(before.verify_keys if before else ()), NoteSigner(*signs).key.line())
+    name = f"tongguan-{random(4).hex()}"
+    signs = tuple((name, scheme, draw(scheme, random)[0]) for scheme in order.checkpoints)
+    lines = before.verify_keys if before else ()
+    lines = (*lines, *(NoteSigner(*row).key.line() for row in signs))
     return {
-        "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None, (signs,)),
+        "sidecar": KeyFile("sidecar", (key,), prompt_keys, (seed,), public, None, signs),
         "client": KeyFile("client", (replace(key, sign_private=sign_private),), {}, (), None, None),
         "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private, (), lines),
     }

@@ -135,11 +135,11 @@ class ScriptEngine:
 class Served:
     """An API on loopback; `client` speaks to it."""
 
-    def __init__(self, settings, engine, token=b"", unix_path=None):
+    def __init__(self, settings, engine, token=b"", unix_path=None, witness=None):
         self.node = Node(time.monotonic_ns())
         self.metrics = Metrics(self.node)
         self.engine = engine
-        self.api = Api(self.node, settings, self.metrics, token)
+        self.api = Api(self.node, settings, self.metrics, token, witness)
         if engine is not None:
             self.node.loaded(engine, settings.model_names)
         self.sock = open_tcp("127.0.0.1:0", "agent.listen", 16)
@@ -202,8 +202,9 @@ def start(engine):
     """Return a function that serves; keyword arguments are settings."""
     running = []
 
-    def serve(engine=engine, token=b"", unix_path=None, **settings):
-        served = Served(dataclasses.replace(Agent(), **settings), engine, token, unix_path)
+    def serve(engine=engine, token=b"", unix_path=None, witness=None, **settings):
+        settings = dataclasses.replace(Agent(), **settings)
+        served = Served(settings, engine, token, unix_path, witness)
         running.append(served)
         return served
 

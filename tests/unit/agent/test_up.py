@@ -161,7 +161,10 @@ def test_a_place_elsewhere_is_taken_from_a_variable_only(tmp_path):
     }
     with pytest.raises(plan.UpError) as caught:
         plan.make(state, None, elsewhere)
-    assert caught.value.lines == (f"audit.dir is {tmp_path}/first/audit",)
+    assert caught.value.lines == (
+        f"audit.dir is {tmp_path}/first/audit",
+        f"agent.witness_dir is {tmp_path}/first/witness",
+    )
     elsewhere["TONGGUAN_AUDIT_DIR"] = str(tmp_path / "disk")
     assert plan.make(state, None, elsewhere).sidecar.audit.dir == str(tmp_path / "disk")
 
