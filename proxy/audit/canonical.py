@@ -140,7 +140,7 @@ def decode(data: bytes) -> dict[str, Any]:
         raise NotCanonical(f"not JSON: {problem}") from None
     if type(record) is not dict:
         raise NotCanonical("not an object")
-    ascii_names = _check_object(record, 0)
+    ascii_names = _plain(record, 1) or _check_object(record, 0)
     try:
         again = encode(record) if ascii_names else _encode_slowly(record)
     except TypeError as problem:

@@ -73,16 +73,17 @@ def parse_line(raw: bytes) -> Line | Fault:
     if not raw.endswith(b"\n"):
         return Fault("half_line", "no newline at the end")
     body = raw[:-1]
-    joined = len(_JOINED.findall(body))
     data, tab, mac = body.partition(b"\t")
-    end = body[-64:].decode() if _MAC.fullmatch(body[-64:]) else None
+    whole = _MAC.fullmatch(mac)
+    end = mac.decode() if whole else _mac_at_end(body)
+    joined = 0 if whole else len(_JOINED.findall(body))
     if joined:
         return Fault("two_records_one_line", f"{joined + 1} records", joined + 1, end)
     if not tab:
         if data.startswith(b"{") and not data.endswith(b"\r"):
             return Fault("half_line", "the line ends before its MAC")
         return Fault("malformed", "neither a record nor a MAC" if data else "an empty line")
-    if not _MAC.fullmatch(mac):
+    if not whole:
         if len(mac) < 64 and not mac.strip(_HEX):
             return Fault("half_line", "the MAC is cut")
         return Fault("malformed", "what follows the record is no MAC", mac=end)
@@ -100,6 +101,10 @@ def parse_line(raw: bytes) -> Line | Fault:
     if problem_text:
         return Fault("malformed", problem_text, mac=end)
     return Line(record, data, mac.decode())
+
+
+def _mac_at_end(body: bytes) -> str | None:
+    return body[-64:].decode() if _MAC.fullmatch(body[-64:]) else None
 
 
 def _problem_of_other(record: dict[str, Any]) -> str | None:

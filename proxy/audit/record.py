@@ -133,13 +133,31 @@ PHASES = frozenset({"before_first_byte", "streaming", "done"})
 _USAGE = ("prompt", "completion", "total", "cached", "reasoning")
 
 
+def _common_holds(record: Mapping[str, Any]) -> bool:
+    """Say at once that the common members are as nearly all are; False says nothing."""
+    try:
+        wall, mono, prev = record["wall_ns"], record["mono_ns"], record["prev"]
+        return (
+            type(record["v"]) is type(record["seq"]) is int
+            and type(record["kind"]) is type(record["origin"]) is type(record["key_id"]) is str
+            and type(wall) is type(mono) is type(prev) is str
+            and len(prev) == 64
+            and not prev.strip("0123456789abcdef")
+            and wall.isascii() and wall.isdigit() and wall[0] != "0" and len(wall) <= 20
+            and mono.isascii() and mono.isdigit() and mono[0] != "0" and len(mono) <= 20
+        )  # fmt: skip
+    except KeyError:
+        return False
+
+
 def problem_with(record: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the members of a version-1 record, or None."""
-    for name, check in COMMON.items():
-        if name not in record:
-            return f"member {name} is missing"
-        if not check(record[name]):
-            return f"member {name} is not of its type"
+    if not _common_holds(record):
+        for name, check in COMMON.items():
+            if name not in record:
+                return f"member {name} is missing"
+            if not check(record[name]):
+                return f"member {name} is not of its type"
     if record["seq"] < 0:
         return "seq is negative"
     kind = record["kind"]

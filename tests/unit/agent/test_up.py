@@ -158,13 +158,11 @@ def test_a_place_elsewhere_is_taken_from_a_variable_only(tmp_path):
         "TONGGUAN_KEYS_FILE": str(state / "keys" / "sidecar.json"),
         "TONGGUAN_ENVELOPE_STATE_DIR": "",
         "TONGGUAN_AGENT_SOCKET": "",
+        "TONGGUAN_AGENT_WITNESS_DIR": "",
     }
     with pytest.raises(plan.UpError) as caught:
         plan.make(state, None, elsewhere)
-    assert caught.value.lines == (
-        f"audit.dir is {tmp_path}/first/audit",
-        f"agent.witness_dir is {tmp_path}/first/witness",
-    )
+    assert caught.value.lines == (f"audit.dir is {tmp_path}/first/audit",)
     elsewhere["TONGGUAN_AUDIT_DIR"] = str(tmp_path / "disk")
     assert plan.make(state, None, elsewhere).sidecar.audit.dir == str(tmp_path / "disk")
 
