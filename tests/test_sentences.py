@@ -43,6 +43,25 @@ def test_sentence_is_there_and_so_are_its_cases(section, row):
         assert name in cases(file), case
 
 
+ENVELOPE = tomllib.loads((ROOT / "tests/envelope_sentences.toml").read_text())
+ENVELOPE_ROWS = [(section, row) for section, rows in ENVELOPE.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("section", "row"), ENVELOPE_ROWS, ids=[row["quote"][:40] for _, row in ENVELOPE_ROWS]
+)
+def test_sentence_of_the_envelope_is_there_and_so_are_its_cases(section, row):
+    parts = re.split(r"(?m)^## (.+)$", (ROOT / "docs/envelope.md").read_text())
+    texts = {
+        name: " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    assert row["quote"] in texts[section]
+    assert row["tests"]
+    for case in row["tests"]:
+        file, _, name = case.partition("::")
+        assert name in cases(f"../{file}"), case
+
+
 @pytest.mark.parametrize("section", WHOLE)
 def test_no_sentence_of_the_section_lacks_a_case(section):
     # A sentence ends with a stop, or a part of it with a colon or semicolon.

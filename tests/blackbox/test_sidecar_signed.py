@@ -168,22 +168,32 @@ def copies(sealed, ports):
             client.close()
 
 
+def at_once(sidecar, sealed):
+    """Send these on connections of their own, all but their last bytes first."""
+    clients = [Client(sidecar.sealed) for _ in sealed]
+    for client, one in zip(clients, sealed, strict=True):
+        client.send(one.request()[:-1])
+    for client, one in zip(clients, sealed, strict=True):
+        client.send(one.wire[-1:])
+    answers = [client.answer() for client in clients]
+    for client in clients:
+        client.close()
+    return answers
+
+
 def test_a_full_queue_of_signatures_is_busy_and_all_others_are_served(
     tmp_path, backend, upstream, keys, channel
 ):
     with Sidecar(tmp_path / "narrow", backend.url, keys=keys, ENVELOPE_SIGNATURE_QUEUE=1) as narrow:
-        sealed = [channel.seal(CHAT) for _ in range(MANY)]
-        clients = [Client(narrow.sealed) for _ in sealed]
-        for client, one in zip(clients, sealed, strict=True):
-            client.send(one.request()[:-1])
-        for client, one in zip(clients, sealed, strict=True):
-            client.send(one.wire[-1:])
-        answers = [client.answer() for client in clients]
-        for client in clients:
-            client.close()
+        answers = []
+        for _ in range(10):  # a machine may be so slow that each is verified before the next
+            answers += at_once(narrow, [channel.seal(CHAT) for _ in range(MANY)])
+            if any(a.status == 503 for a in answers):
+                break
         served = [a for a in answers if a.status == 200]
         busy = [a for a in answers if a.status == 503]
-        assert len(served) + len(busy) == MANY
+        assert len(served) + len(busy) == len(answers)
+        assert busy
         assert served
         assert all(refused(a) == (503, "envelope_busy") for a in busy)
         assert all(a.get("Retry-After") for a in busy)
