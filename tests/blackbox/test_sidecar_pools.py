@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import ipaddress
 import json
+import re
 import socket
 import ssl
 import threading
@@ -31,7 +32,7 @@ from tests.blackbox.node import free_base
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 P0 = b"X-QoS-Class: P0"
-UNAVAILABLE = b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n"
+UNAVAILABLE = b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\nno"
 
 
 @pytest.fixture
@@ -51,15 +52,11 @@ def asked(two):
 
 def state(sidecar, upstream, pool="shared"):
     """Return the endpoint's state as the metrics say it."""
-    names = [
-        name
-        for name in ("healthy", "suspect", "half_open", "ejected")
-        if sidecar.metric(
-            "tongguan_proxy_endpoint_state", pool=pool, endpoint=upstream.url, state=name
-        )
-    ]
-    assert len(names) == 1
-    return names[0]
+    text = sidecar.admin_ask("GET", "/metrics").body.decode()
+    rows = re.findall(r"(?m)^tongguan_proxy_endpoint_state\{(.*)\} (\S+)$", text)
+    labels = f'endpoint="{upstream.url}",pool="{pool}",state='
+    (name,) = (row for row, value in rows if row.startswith(labels) and float(value))
+    return name.removeprefix(labels).strip('"')
 
 
 def notes(sidecar):
@@ -161,17 +158,40 @@ def test_an_upstreams_own_refusals_are_answers(tmp_path, two):
             assert state(sidecar, one) == "healthy"
 
 
-def test_idle_connections_that_end_are_no_errors(tmp_path, two):
-    def script(seen):
-        seen.reply(OK)
-        seen.wire.close()
+def on_idle_connections(count, sidecar, upstream):
+    """Ask so often at once that so many connections are idle afterwards."""
+    release = threading.Event()
+    upstream.answering(holding(release))
+    clients = [sidecar.client().send(post(CHAT)) for _ in range(count)]
+    until(lambda: len(upstream.seen) == count, "the requests")
+    release.set()
+    for client in clients:
+        assert client.answer().status == 200
+        client.close()
 
+
+def test_idle_connections_that_end_are_no_errors(tmp_path, two):
     one, _ = two
-    one.answering(script)
-    with Sidecar(tmp_path / "s", both(two), **eject()) as sidecar:
-        for _ in range(12):
-            sidecar.ask(post(CHAT))
+    with Sidecar(tmp_path / "s", one.url, **eject()) as sidecar:
+        on_idle_connections(5, sidecar, one)
+        one.answering(lambda seen: (seen.body(), seen.wire.close()))
+        assert [sidecar.ask(post(CHAT)).status for _ in range(5)] == [502] * 5
         assert state(sidecar, one) == "healthy"
+        assert [sidecar.ask(post(CHAT)).status for _ in range(3)] == [502] * 3  # made for them
+        assert state(sidecar, one) == "suspect"
+
+
+def test_a_second_attempt_takes_no_idle_connection(tmp_path, two):
+    one, _ = two
+    toml = "[pools.shared]\nrepeatable = true\n"
+    with Sidecar(tmp_path / "s", one.url, toml=toml) as sidecar:
+        on_idle_connections(3, sidecar, one)
+        idle = list(one.wires)
+        one.answering(
+            lambda seen: (seen.body(), seen.wire.close()) if seen.wire in idle else seen.reply(OK)
+        )
+        assert sidecar.ask(post(CHAT)).status == 200
+        assert [seen.wire in idle for seen in one.seen] == [True, False]
 
 
 def test_one_that_comes_back_is_tried_by_one_request_and_used_again(tmp_path, two):
@@ -228,7 +248,8 @@ def test_one_that_fails_again_is_left_alone_for_longer(tmp_path, two):
         for count in (1, 2):
             until(lambda n=count: [sidecar.ask(post(CHAT))] and failed() >= n, "a failed try")
             times.append(time.monotonic())
-        assert 0.25 < times[1] - times[0] < times[2] - times[1]
+        assert times[1] - times[0] > 0.25
+        assert times[2] - times[1] > 0.55
         assert sidecar.metric("tongguan_proxy_pool_ejections_total", reason="errors") == 1
 
 
