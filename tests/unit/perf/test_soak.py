@@ -36,15 +36,24 @@ def test_too_few_samples_are_no_growth(samples):
     assert soak.growth_mb(samples) == 0
 
 
+def test_what_is_held_for_a_while_is_no_growth():
+    samples = [(t, mb + 8 * (int(t) % 20 < 14)) for t, mb in line(0.0)]
+    assert soak.growth_mb(samples) < 0.1
+
+
 @pytest.mark.parametrize(
-    ("load", "json"), [(0.6, 300), (0.3, 600), (0.01, 600), (0.0, 600), (1.2, 150), (9.0, 150)]
+    ("load", "json"), [(0.6, 300), (0.5, 360), (0.01, 450), (0.0, 450), (1.2, 150), (9.0, 150)]
 )
 def test_the_next_rates_follow_the_load_in_bounded_steps(load, json):
-    assert soak.next_rates(dict(soak.FIRST), load)["json"] == pytest.approx(json)
+    assert soak.next_rates(dict(soak.FIRST), load, 0.05)["json"] == pytest.approx(json)
+
+
+def test_where_much_fails_the_rates_go_down_whatever_the_load():
+    assert soak.next_rates(dict(soak.FIRST), 0.1, 0.2)["json"] == pytest.approx(210)
 
 
 def test_rates_have_a_top():
-    assert soak.next_rates(dict(soak.TOP), 0.1) == soak.TOP
+    assert soak.next_rates(dict(soak.TOP), 0.1, 0.0) == soak.TOP
 
 
 def test_sockets_towards_a_port_are_counted():
