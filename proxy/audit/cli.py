@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 import click
 import orjson
 
+from proxy.audit.views.cli import follow_command, report, stats
+
 if TYPE_CHECKING:
     from proxy.audit.check import MacKeys
     from proxy.audit.findings import ChainEnd, Result
@@ -37,6 +39,10 @@ def audit() -> None:
     only read it, and work while the sidecar writes.
     """  # noqa: D301 - \\b is click's mark
 
+
+audit.add_command(stats)
+audit.add_command(report)
+audit.add_command(follow_command)
 
 _keys_option = click.option(
     "--keys",

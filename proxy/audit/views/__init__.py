@@ -1,0 +1,1 @@
+"""Looking at a log: counts, a page, what is being written now."""

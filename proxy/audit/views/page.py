@@ -1,0 +1,160 @@
+"""One page of HTML about a log: verdict, coverage by hour, counts, keys, findings.
+
+Self-contained: no script, no font, no address. All that comes from the log is escaped.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from proxy.audit.findings import Result
+    from proxy.audit.views.stats import Stats
+
+_DAYS_SHOWN = 400
+_ROWS_SHOWN = 200
+
+Texts = dict[str, Any]
+
+TEXTS: dict[str, Texts] = {
+    "en": {
+        "title": "Audit report",
+        "verdict": "Verdict",
+        "chains": "Chains",
+        "coverage": "Records by hour (UTC)",
+        "silent": "hours without a record",
+        "classes": "Requests by class",
+        "outcomes": "Requests by outcome",
+        "statuses": "Requests by status",
+        "tokens": "Tokens, as reported",
+        "rejected": "Refused before authentication",
+        "lost": "Records lost and declared",
+        "alarms": "Alarms",
+        "keys": "Keys of MACs (seed, algorithm, epoch)",
+        "findings": "Findings",
+        "none": "none",
+        "mac_yes": "every record's MAC was checked",
+        "mac_no": "MACs were not checked: no chain seeds were given",
+        "columns": ("chain", "records", "end", "signed to", "witnessed to", "public keys"),
+        "finding_columns": ("class", "seq", "origin", "file", "byte", "note"),
+        "made": "made",
+    },
+    "zh": {
+        "title": "审计报告",
+        "verdict": "结论",
+        "chains": "审计链",
+        "coverage": "每小时记录数（UTC）",
+        "silent": "个小时没有任何记录",
+        "classes": "按服务等级统计的请求",
+        "outcomes": "按结果统计的请求",
+        "statuses": "按状态码统计的请求",
+        "tokens": "令牌数（以上游报告为准）",
+        "rejected": "认证之前被拒绝",
+        "lost": "丢失并已声明的记录",
+        "alarms": "告警",
+        "keys": "MAC 密钥（种子、算法、纪元）",
+        "findings": "发现的问题",
+        "none": "无",
+        "mac_yes": "已校验每条记录的 MAC",
+        "mac_no": "未校验 MAC：没有提供链种子",
+        "columns": ("链", "记录数", "结束状态", "签名至", "见证至", "公钥"),
+        "finding_columns": ("类别", "序号", "来源", "文件", "字节", "说明"),
+        "made": "生成于",
+    },
+}
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:.5rem 0 1.5rem}
+td,th{border:1px solid #ccc;padding:.15rem .5rem;text-align:left}
+.hours td{width:1.6rem;padding:.1rem;text-align:center;font-size:11px}
+.ok{color:#060}.bad{color:#a00}.none{background:#f4d4d4}
+"""
+
+
+def page(result: Result, stats: Stats, lang: str, now_s: int) -> str:
+    """Return the page; `lang` is en or zh."""
+    text = TEXTS[lang]
+    good = result.exit_code == 0
+    shade = "ok" if good else "bad"
+    first = result.first
+    where = f" — seq {first.seq}, {escape(first.origin)}" if first is not None else ""
+    made = datetime.fromtimestamp(now_s, tz=UTC).isoformat()
+    parts = [
+        f'<!doctype html><html lang="{lang}"><meta charset="utf-8"><title>{text["title"]}</title>',
+        f"<style>{_STYLE}</style><h1>{text['title']}</h1>",
+        f"<p>{_time(stats.first_ns)} - {_time(stats.last_ns)}; {text['made']} {made}</p>",
+        f'<h2>{text["verdict"]}: <span class="{shade}">{escape(result.verdict)}</span>{where}</h2>',
+        f"<p>{text['mac_yes'] if result.mac_checked else text['mac_no']}</p>",
+        f"<h2>{text['chains']}</h2>",
+        _table(
+            text["columns"],
+            (
+                (c.dir, c.records, c.end, _seq(c.signed_to), _seq(c.witnessed_to), c.signers)
+                for c in result.chains[-_ROWS_SHOWN:]
+            ),
+        ),
+        f"<h2>{text['coverage']}</h2>",
+        f"<p>{len(stats.silent_hours())} {text['silent']}</p>",
+        _hours(stats),
+    ]
+    for name in ("classes", "outcomes", "statuses", "tokens", "rejected", "alarms"):
+        parts += [f"<h2>{text[name]}</h2>", _counts(getattr(stats, name).most_common(), text)]
+    parts += [
+        f"<h2>{text['lost']}</h2><p>{stats.lost}</p>",
+        f"<h2>{text['keys']}</h2>{_counts(stats.key_ids.most_common(), text)}",
+        f"<h2>{text['findings']}</h2>",
+        _findings(result, text),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _findings(result: Result, text: Texts) -> str:
+    rows = result.public()["findings"][:_ROWS_SHOWN]
+    if not rows:
+        return f"<p>{text['none']}</p>"
+    names = ("class", "seq", "origin", "file", "offset", "note")
+    return _table(text["finding_columns"], ([row[name] for name in names] for row in rows))
+
+
+def _counts(rows: list[tuple[str, int]], text: Texts) -> str:
+    return _table((), rows[:_ROWS_SHOWN]) if rows else f"<p>{text['none']}</p>"
+
+
+def _table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    head = "".join(f"<th>{escape(str(name))}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+
+
+def _hours(stats: Stats) -> str:
+    if not stats.hours:
+        return ""
+    low, high = min(stats.hours), max(stats.hours)
+    rows = []
+    for day in range(low // 24, min(high // 24, low // 24 + _DAYS_SHOWN) + 1):
+        date = datetime.fromtimestamp(day * 86400, tz=UTC).date().isoformat()
+        cells = []
+        for hour in range(day * 24, day * 24 + 24):
+            count = stats.hours.get(hour, 0)
+            empty = low <= hour <= high and not count
+            cells.append(f"<td{' class=none' if empty else ''}>{count or ''}</td>")
+        rows.append(f"<tr><th>{date}</th>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{hour:02d}</th>" for hour in range(24))
+    return f'<table class="hours"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+
+
+def _time(wall_ns: int) -> str:
+    if not wall_ns or wall_ns > 253_402_300_799 * 10**9:
+        return "?"
+    return datetime.fromtimestamp(wall_ns // 10**9, tz=UTC).isoformat()
+
+
+def _seq(seq: int) -> str:
+    return "-" if seq < 0 else str(seq)
