@@ -24,12 +24,13 @@ from proxy.health import CLOCK_BEHIND_MS, TICK_NS, Health
 from proxy.limits import LimitsPoll
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
-from proxy.server import DoorName, Downstream
+from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
 from proxy.starting import config_digest, start_audit
 
 if TYPE_CHECKING:
+    from proxy.outlet import DoorName
     from proxy.workers import Worker
 
 TICK_S = TICK_NS / 1e9

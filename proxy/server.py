@@ -2,93 +2,38 @@
 
 A connection reads a head, hands it to a `Relay`, feeds it the body and waits until the relay says
 that the answer is whole; pipelined requests wait in the buffer. What the client is owed on each
-error is the relay's or the error table's business; this file only knows how to read and to write.
+error is the relay's or the error table's business; this file only knows how to read, `outlet` how
+to write.
 
-Bounds: connections per door; buffered bytes by the head limit; written bytes by the transport's
-high-water mark, at which the relay pauses the upstream. One timer serves all connections: every
-state has a deadline, checked by `tick`.
+Bounds: connections per door; buffered bytes by the head limit. One timer serves all connections:
+every state has a deadline, checked by `tick`.
 """
 
 from __future__ import annotations
 
 import logging
-from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-from proxy.answer import own_answer
 from proxy.errors import RequestError
 from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, RequestHead, parse_request
+from proxy.outlet import NEVER_NS, Outlet, State
 from proxy.relay import Relay
-from proxy.sockets import peer_left, untaken
-from proxy.sockets import reset as reset_transport
+from proxy.sockets import peer_left
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable
 
-    from proxy.context import Context
-
-DoorName = Literal["app", "sealed"]
 WRITE_HIGH_BYTES = 64 << 10
-# What is still read of a body whose envelope was refused (docs/envelope.md, "Order on receipt").
-ENVELOPE_DRAIN_BYTES = 64 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-NEVER_NS = 1 << 62
 
 log = logging.getLogger(__name__)
 
 
-class State(IntEnum):
-    """What the connection waits for."""
+class Downstream(Outlet):
+    """One client connection on one door: the layer that reads."""
 
-    IDLE = 0  # a request
-    HEAD = 1  # the rest of a head
-    BODY = 2  # the rest of a body
-    ANSWER = 3  # the answer
-    DISCARD = 4  # the rest of a body nobody wants (RFC 9112 section 9.6: then FIN, not RST)
-    CLOSED = 5
-
-
-class Downstream:
-    """One client connection on one door."""
-
-    __slots__ = (
-        "_buffer",
-        "_chunks",
-        "_close_after",
-        "_context",
-        "_discarded",
-        "_discards",
-        "_expecting",
-        "_held",
-        "_left",
-        "_relay",
-        "_state",
-        "_transport",
-        "deadline_ns",
-        "door",
-        "peer",
-        "write_paused",
-    )
-
-    def __init__(self, context: Context, door: DoorName) -> None:
-        self._context = context
-        self.door: DoorName = door
-        self.peer = ""
-        self.deadline_ns = NEVER_NS
-        self.write_paused = False
-        self._transport: asyncio.Transport | None = None
-        self._state = State.IDLE
-        self._buffer = b""
-        self._relay: Relay | None = None
-        self._chunks: ChunkReader | None = None
-        self._left = 0
-        self._discarded = 0
-        self._discards = 0  # in bytes, while leaving
-        self._expecting = False
-        self._held = False
-        self._close_after = False
+    __slots__ = ()
 
     # -- connection
 
@@ -240,43 +185,11 @@ class Downstream:
         except RequestError as problem:
             relay.refuse(problem, keep=True)
 
-    def _pause_reading(self) -> None:
-        if self._transport is not None and self._transport.is_reading():
-            self._transport.pause_reading()
+    # -- from here to the next request, or to a tunnel
 
-    def _resume_reading(self) -> None:
-        transport = self._transport
-        if transport is not None and not transport.is_closing() and not transport.is_reading():
-            transport.resume_reading()
-
-    # -- what a relay asks for
-
-    def hold_body(self, *, hold: bool) -> None:
-        """Stop or go on reading the request's body: the upstream is slow."""
-        if self._state is State.BODY:
-            self._held = hold
-            context = self._context
-            if hold:
-                # The wait is for the upstream now: to connect, or to take what it has been sent.
-                self._pause_reading()
-                self.deadline_ns = context.clock.mono_ns() + context.times.first_byte_ns
-            else:
-                self._resume_reading()
-                self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
-
-    def write(self, data: bytes) -> None:
-        """Send answer bytes."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def write_all(self, parts: Iterable[bytes]) -> None:
-        """Send answer bytes in one call."""
-        if self._transport is not None:
-            self._transport.writelines(parts)
-
-    def unread(self) -> int:
-        """Return the answer bytes that the client has not taken: ours and the kernel's."""
-        return 0 if self._transport is None else untaken(self._transport)
+    def _pipelined(self) -> None:
+        if self._state is State.IDLE and self._buffer and not self.write_paused:
+            self._next_request()
 
     def hand_over(self) -> tuple[asyncio.Transport, bytes]:
         """Give the transport away, to be a tunnel's, and the bytes that came after the request."""
@@ -287,95 +200,6 @@ class Downstream:
         self._buffer = b""
         self._context.connections[self.door].discard(self)
         return transport, early
-
-    def must_close(self) -> bool:
-        """Say whether the connection closes after this answer; what was said once holds."""
-        if self._state is State.BODY or self._context.closing:
-            self._close_after = True
-        return self._close_after
-
-    def reply(
-        self, problem: RequestError, *, keep: bool, extra: bytes = b"", bodiless: bool = False
-    ) -> None:
-        """Send a whole answer of our own in clear and end the exchange."""
-        close = not keep or self.must_close()
-        if close and problem.kind.code.startswith(
-            "envelope_"
-        ):  # nobody known sent it: little more is read
-            self._discards = ENVELOPE_DRAIN_BYTES
-        self.write(own_answer(problem, extra=extra, close=close, bodiless=bodiless))
-        self.answer_done(keep=not close)
-
-    def answer_done(self, *, keep: bool) -> None:
-        """Go on to the next request, or close: politely, reading on while the client sends."""
-        self._relay = None
-        transport = self._transport
-        if transport is None:
-            return
-        context = self._context
-        if not keep:
-            self._leave(transport)
-            return
-        self._state = State.IDLE
-        if self.write_paused:
-            # It asks without reading its answers: the next request waits until it has read.
-            self._pause_reading()
-            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
-            return
-        self._go_on()
-
-    def _go_on(self) -> None:
-        context = self._context
-        self.deadline_ns = context.clock.mono_ns() + context.times.keepalive_ns
-        self._resume_reading()
-        if self._buffer:
-            # Not from here: answers that need no upstream would nest a frame for each request.
-            context.loop.call_soon(self._pipelined)
-
-    def _leave(self, transport: asyncio.Transport) -> None:
-        """Close after an answer. Unread bytes would turn FIN into RST and lose the answer."""
-        context = self._context
-        in_body = self._state is State.BODY
-        limit = context.settings.limits.discard_bytes
-        self._discards = min(self._discards, limit) if self._discards else limit
-        too_much = self._chunks is None and self._left > self._discards
-        if self._state is State.ANSWER or (in_body and (self._expecting or too_much)):
-            self._close()
-            return
-        self._state = State.DISCARD
-        self._buffer = b""
-        self._discarded = 0
-        self.deadline_ns = context.clock.mono_ns() + context.times.discard_ns
-        self._resume_reading()
-        if not in_body and transport.can_write_eof():
-            transport.write_eof()  # a head that was refused: nothing more is expected
-
-    def _pipelined(self) -> None:
-        if self._state is State.IDLE and self._buffer and not self.write_paused:
-            self._next_request()
-
-    def cut(self, *, reset: bool) -> None:
-        """End the connection at once: the client must not take what it has for a whole answer.
-
-        `reset`: the answer is delimited by the connection's end, so only RST tells.
-        """
-        self._relay = None
-        self._state = State.CLOSED
-        if self._transport is None:
-            return
-        if reset:
-            # Closing alone would send FIN, which is that answer's regular end.
-            reset_transport(self._transport)
-        else:
-            self._close()  # what was written is flushed, no regular end follows it
-
-    def _close(self) -> None:
-        self._state = State.CLOSED
-        if self._transport is not None:
-            # A client that never reads would keep the flush, and its place, for ever.
-            context = self._context
-            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
-            self._transport.close()
 
     # -- time and drain
 
