@@ -74,6 +74,9 @@ def test_the_answer_comes_and_its_record_verifies_twice(home):
         assert facts["qos"] == "P1"
         assert float(facts["ttft"].removesuffix(" ms")) > 0
         assert done.stdout.endswith(b"outcome ok\naudit ok\n")
+        heads = [json.loads(f.read_bytes()) for f in (home.state / "witness").glob("*.head")]
+        assert all(head["closed"] and head["size"] >= 5 for head in heads)
+        assert len(heads) == len(keys) + 1, "the agent witnessed each sidecar's log to its end"
         auditor = home.state / "keys" / "auditor.json"
         keys.append(auditor.read_bytes())
         key_file = json.loads(auditor.read_bytes())

@@ -16,6 +16,7 @@ from proxy.context import Context
 from proxy.health import CLOCK_BEHIND_MS, Health
 from tests.unit.proxy.audit_chains import config, request, run
 from tests.unit.proxy.sm4_kit import NOW_MS, make_key, make_receiver
+from tests.unit.proxy.test_audit_checkpoints import SIGNER, Obliging
 
 STUCK_MS = 10_000  # timeouts.loop_stuck_s
 
@@ -212,3 +213,29 @@ def test_a_chain_that_cannot_be_written_blocks_or_is_noted(tmp_path, monkeypatch
         return found
 
     assert run(scene) == (reasons, ["audit_degraded"])
+
+
+@pytest.mark.parametrize("trouble", ["witness_refused", "witness_unreachable"])
+@pytest.mark.parametrize("policy", ["degrade", "block"])
+def test_trouble_with_the_witness_is_noted_or_blocks(tmp_path, policy, trouble):
+    class Witness(Obliging):
+        def __init__(self):
+            super().__init__()
+            self.trouble = ""
+
+    async def scene():
+        loop = asyncio.get_running_loop()
+        health, context, clock = health_of(loop, f"[audit]\non_failure = '{policy}'\n")
+        health.started = True
+        context.receiver = make_receiver()
+        health.fence_until_ms = -1
+        witness = Witness()
+        values = config(tmp_path, signers=(SIGNER,), witness=witness)
+        context.audit = AuditWriter.start(values, clock, loop)
+        assert (health.unready(), health.notes()) == ([], [])
+        witness.trouble = trouble
+        found = health.unready(), health.notes()
+        await context.audit.close()
+        return found
+
+    assert run(scene) == (([trouble], []) if policy == "block" else ([], [trouble]))
