@@ -140,7 +140,8 @@ def test_every_setting_named_in_a_document_exists() -> None:
 
 
 def test_the_settings_shown_for_a_sidecar_of_ones_own_load() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", read("docs/sidecar.md"), re.DOTALL)
+    block, rules = re.findall(r"```toml\n(.*?)```", read("docs/sidecar.md"), re.DOTALL)
+    assert [rule.qos for rule in proxy.config.load(rules, {}).qos.rules] == ["P2", "P2"]
     settings = proxy.config.load(block, {})
     ports = [getattr(settings.doors, door) for door in ("app", "sealed", "admin")]
     assert ports == ["127.0.0.1:14080", "127.0.0.1:14081", "127.0.0.1:14090"]

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 _MS = 1_000_000
 _S = 1_000 * _MS
-SLACK_NS = 3 * _MS  # waiting shorter than this harms nobody
+SLACK_NS = 5 * _MS  # waiting shorter than this harms nobody
 SAMPLES_MIN = 8
 SAMPLES_CHECK = 24  # when it is judged whether a cut has helped
 ERRORS = 3.0  # standard errors of a mean: less is chance
 WAITING_MIN = 2
 WAITING_SHARE = 0.15  # of what is in flight: fewer are noise
-HOLD_LEAST_NS = 10 * _S
-HOLD_MOST_NS = 60 * _S
+HOLD_LEAST_NS = 3 * _S
+HOLD_MOST_NS = 48 * _S
+WINDOW_LEAST_NS = 50 * _MS  # hiccups shorter than that are averaged out
 DRIFT_NS = 30 * _S  # how slowly the time at rest follows what is no evidence
 STALE_NS = 60 * _S  # a window this old says nothing of now
 SETTLE_FACTOR = 4  # times the answer time: how long the old excess may take to leave
@@ -46,7 +47,6 @@ class AdaptiveLimit:
         "_before_peak",
         "_begun_ns",
         "_count",
-        "_cut_before",
         "_found",
         "_headroom",
         "_hold_ns",
@@ -59,6 +59,7 @@ class AdaptiveLimit:
         "_slow_start",
         "_squares",
         "_sum_ns",
+        "_suspect_ns",
         "_tolerance",
         "baseline_ns",
         "cuts",
@@ -83,8 +84,8 @@ class AdaptiveLimit:
         self._rested = False  # a window without waiting was seen
         self._hold_until_ns = 0
         self._hold_ns = HOLD_LEAST_NS
-        self._cut_before = False  # the last window ended with a cut too
-        self._before_ns = 0  # the mean at the second cut in a row or later, until it is judged
+        self._suspect_ns = 0  # the last window's mean, if something waited in it
+        self._before_ns = 0  # the mean that caused the last cut, until that is judged
         self._before_peak = 0
         self._found = 0  # where the last cut went
         self._settle_until_ns = 0
@@ -114,7 +115,8 @@ class AdaptiveLimit:
         self._squares += float(took_ns) * took_ns
         self._peak = max(self._peak, inflight)
         least = SAMPLES_CHECK if self._before_ns else SAMPLES_MIN
-        if self._count < least or now_ns - self._begun_ns < 2 * self.recent_ns:
+        long = now_ns - self._begun_ns >= max(WINDOW_LEAST_NS, 2 * self.recent_ns)
+        if self._count < least or not long:
             return False
         before = self.limit
         self._judge(now_ns)
@@ -147,15 +149,19 @@ class AdaptiveLimit:
             and sure_ns > baseline_ns * self._tolerance
             and waiting >= max(WAITING_MIN, peak * WAITING_SHARE)
         ):
-            self._cut(max(peak // 2, peak - waiting), mean_ns, now_ns)
+            last_ns, self._suspect_ns = self._suspect_ns, mean_ns
+            if last_ns:
+                self._cut(max(peak // 2, peak - waiting), mean_ns, last_ns, now_ns)
+            else:
+                self._restart(now_ns)  # a hiccup is over in the next window
             return
+        self._suspect_ns = 0
         if mean_ns + error_ns < baseline_ns:
             self.baseline_ns, self._baseline_error_ns = baseline_ns + extra_ns // 4, error_ns
         else:
             part = min(1.0, (now_ns - self._begun_ns) / DRIFT_NS)
             self.baseline_ns += int(extra_ns * part)
             self._baseline_error_ns -= self._baseline_error_ns * part
-        self._cut_before = False
         if extra_ns <= SLACK_NS or mean_ns <= baseline_ns * self._tolerance:
             self._rested = True
         if peak * 5 >= self.limit * 4 and now_ns >= self._hold_until_ns:
@@ -164,7 +170,7 @@ class AdaptiveLimit:
             now_ns += mean_ns  # what comes until then was sent before
         self._restart(now_ns)
 
-    def _cut(self, fits: int, mean_ns: int, now_ns: int) -> None:
+    def _cut(self, fits: int, mean_ns: int, last_ns: int, now_ns: int) -> None:
         limit = max(self._least, int(fits * (1.0 - self._headroom)))
         if limit >= self.limit:  # it is not the limit that lets them wait
             self._restart(now_ns)
@@ -175,9 +181,8 @@ class AdaptiveLimit:
         if self._rested:  # else what it takes at rest was a guess, and so is this
             self._hold_until_ns = now_ns + self._hold_ns
             self._slow_start = False
-        if self._cut_before:  # else it may just have begun to wait, and shows too little
+        if mean_ns * 20 <= last_ns * 23:  # else the queue still grew, and all of it did not show
             self._before_ns, self._before_peak = mean_ns, self._peak
-        self._cut_before = True
         self.limit = limit
         self.cuts += 1
         self._settle_until_ns = now_ns + SETTLE_FACTOR * mean_ns

@@ -9,7 +9,7 @@ from collections import deque
 from math import exp
 
 _NS = 1_000_000_000
-DRAIN_TAU_NS = 5 * _NS  # older departures count less
+DRAIN_TAU_NS = 10 * _NS  # older departures count less
 DRAIN_LEAST_NS = _NS // 20  # a rate of less than that is no rate
 WINDOW_S = 60
 REQUESTS_MIN = 200  # in the window, before a share of them means something
