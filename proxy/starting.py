@@ -86,10 +86,11 @@ def _signers(keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
         log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")
         return ()
     from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - 6 MB of RSS
+    from proxy.sm4.sm2 import Sm2UnavailableError  # noqa: PLC0415
 
     try:
         return tuple(NoteSigner(*row) for row in rows)
-    except ValueError as problem:
+    except (ValueError, Sm2UnavailableError) as problem:
         raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from proxy.audit.note import (
     COSIGNATURE,
     ED25519,
+    SM2,
     Keyset,
     NoteError,
     PublicKey,
@@ -64,6 +65,11 @@ def read_keys(paths: Sequence[Path]) -> Given:
                 public += parse_keys(text)
             except NoteError as problem:
                 raise GivenError(f"{path}: neither a key file nor public keys: {problem}") from None
+    if any(key.kind == SM2 for key in public):
+        from proxy.sm4.sm2 import Sm2UnavailableError, available  # noqa: PLC0415 - ctypes
+
+        if not available():
+            raise GivenError(f"a key for SM2 was given: {Sm2UnavailableError()}")
     return Given(seeds, Keyset(public), tuple(files))
 
 

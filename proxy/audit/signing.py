@@ -21,13 +21,16 @@ def _verifier(scheme: str, public: bytes) -> Verifier:
 
 
 def holds(scheme: str, public: bytes, signed: bytes, message: bytes) -> bool:
-    """Say whether `signed` is this key's signature over `message`; False where it is no key.
+    """Say whether `signed` is this key's signature over `message`.
 
-    Raises `Sm2UnavailableError` where SM2 would have to be checked and cannot be.
+    False where it is no key, and where SM2 is not to be had here: who was given such a key is told
+    before (`given.read_keys`).
     """
+    from proxy.sm4.sm2 import Sm2UnavailableError  # noqa: PLC0415 - ctypes
+
     try:
         return _verifier(scheme, public).verify(signed, message)
-    except ValueError:
+    except (ValueError, Sm2UnavailableError):
         return False
 
 

@@ -296,3 +296,19 @@ def test_the_right_key_opens_ids_though_the_seed_is_not_there(directory, keys):
     assert result.exit_code == 0
     assert "MAC not checked" in result.stdout
     assert "token ids: 2 7 2" in result.stdout
+
+
+def test_an_sm2_key_where_there_is_no_sm2_is_said_at_once(directory, tmp_path, monkeypatch):
+    from proxy.audit.note import SM2, PublicKey
+    from proxy.sm4 import sm2
+
+    public = bytes.fromhex(
+        "09f9df311e5421a150dd7d161e4bc5c672179fad1833fc076bb08ff356f35020"
+        "ccea490ce26775a52dc6ea718cc1aa600aed05fbf35e084a6632f6072da9ad13"
+    )
+    path = tmp_path / "public.txt"
+    path.write_text(PublicKey("log", SM2, public).line())
+    monkeypatch.setattr(sm2, "available", lambda: False)
+    result = _run("verify", directory, "--keys", path)
+    assert result.exit_code == 2
+    assert "SM2 needs OpenSSL 3" in " ".join(result.stderr.split())

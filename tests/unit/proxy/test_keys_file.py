@@ -570,3 +570,23 @@ def test_the_state_of_a_key(not_before: int, not_after: int, expected: str) -> N
     from proxy.keys.cli import state
 
     assert state(not_before, not_after, 4) == expected
+
+
+@pytest.mark.parametrize(("option", "kinds"), [("ed25519", 1), ("sm2", 1), ("both", 2)])
+def test_the_keys_of_checkpoints_are_told_by_either_file(tmp_path, option, kinds):
+    from proxy.audit.note import parse_keys
+    from proxy.sm4.sm2 import available
+
+    if option != "ed25519" and not available():
+        pytest.skip("capability: OpenSSL with SM2")
+    directory = str(tmp_path / "keys")
+    assert run("new", "--dir", directory, "--checkpoints", option)[0] == 0
+    lines = [run("public", f"{directory}/{name}.json")[1] for name in ("auditor", "sidecar")]
+    assert lines[0] == lines[1]
+    assert len(parse_keys(lines[0])) == kinds
+    assert run("public", f"{directory}/client.json")[0] == 2
+    # Another set of the same directory: the earlier public keys stay with the auditor.
+    assert run("new", "--dir", directory, "--force")[0] == 0
+    after = parse_keys(run("public", f"{directory}/auditor.json")[1])
+    assert after[:kinds] == parse_keys(lines[0])
+    assert len(after) == kinds + 1
