@@ -45,7 +45,11 @@ class Reception(Replier):
         sealed = self.door == "sealed"
         if sealed:
             if context.draining:
-                raise RequestError("draining", "this sidecar takes no new sealed requests")
+                raise RequestError(
+                    "draining",
+                    "this sidecar takes no new sealed requests",
+                    retry_helps=context.shared_replay is not None,  # replicas have its audience
+                )
             self._intake = SealedIntake(context, self.downstream.peer, head)
         length = head.content_length or 0
         if length > context.body_bytes_max:

@@ -737,6 +737,7 @@ def test_drain_refuses_sealed_requests_and_serves_plain_ones(
             answer = client.answer()
             assert (answer.status, answer.error()) == (503, "draining")
             assert answer.get("Connection") == b"close"
+            assert answer.get("x-should-retry") == b"false"  # nobody else has its audience
             if not together:
                 client.send(sealed.wire)
             assert client.rest() == (b"", True)
