@@ -86,6 +86,8 @@ class Dispatch(Reception):
         connection = None if self._again else route.upstreams.idle(endpoint)
         if connection is None:
             route.upstreams.connect(endpoint, self)
+            if not self.dispatch_ns:
+                self._bound_wait(now_ns)
         else:
             connection.lessee = self
             self._send(connection, now_ns)

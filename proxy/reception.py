@@ -223,6 +223,28 @@ class Reception(Replier):
         started = context.counters.started[tier.qos]
         self.turned_away(tier.gate.run_out(ticket, context.clock.mono_ns(), started))
 
+    def _bound_wait(self, now_ns: int) -> None:
+        """Let the class's deadline hold until a connection is leased; P0 has none."""
+        context = self.context
+        wait_ns = context.gates.tiers[self.lane.qos].terms.wait_ns
+        if wait_ns:
+            by_ns = self.start_ns + wait_ns
+            if by_ns <= now_ns:  # its upload took that long: it may connect all the same
+                by_ns = now_ns + int(context.settings.timeouts.connect_s * 1e9)
+            self.downstream.deadline_ns = by_ns
+
+    def _waited_too_long(self) -> bool:
+        """End a request that has no connection by its class's deadline; False: it has none."""
+        context = self.context
+        tier = context.gates.tiers[self.lane.qos]
+        if self.dispatch_ns or not tier.terms.wait_ns:
+            return False
+        now_ns = self.dispatch_ns = context.clock.mono_ns()  # until then it waited
+        started = context.counters.started[tier.qos]
+        tier.came += 1
+        self.refuse(shed(tier.gate.refuse(tier, "queue_deadline", now_ns, started)), keep=True)
+        return True
+
     def _answer_began(self, place: Tier, now_ns: int) -> None:
         """Tell the gate how long the first byte took."""
         gate = place.gate

@@ -282,6 +282,8 @@ class Relay(Dispatch):
         if self._ticket is not None:
             self._run_out(self._ticket)
             return
+        if not self.dispatch_ns and self._waited_too_long():
+            return
         hits = context.counters.limit_hits
         if downstream.write_paused:
             unread = downstream.unread()

@@ -1,5 +1,6 @@
 """Admission of the real process: who goes, who waits, who is told to come back, and what shows."""
 
+import contextlib
 import itertools
 import json
 import socket
@@ -402,6 +403,28 @@ def test_a_large_body_is_not_taken_in_for_a_full_queue(started, upstream):
             assert answer.status == 503
             assert answer.get("X-Tongguan-Error") == b"queue_full"
         held.let(2)
+
+
+def test_the_deadline_holds_until_a_connection_is_there(started, upstream, keys):
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):  # nobody accepts: the next one hangs
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        sidecar = started(
+            POOLS_SHARED_ENDPOINTS=url, QOS_P1_DEADLINE_S=0.5, TIMEOUTS_CONNECT_S=15, keys=keys
+        )
+        begun = time.monotonic()
+        answer = sidecar.ask(post(CHAT, P1))
+        assert (answer.status, answer.error()) == (503, "queue_deadline")
+        assert 0.4 < time.monotonic() - begun < 5
+        assert sidecar.record(answer.trace_id)["times_us"]["queue"] >= 450_000
+        until(lambda: sidecar.metric("tongguan_proxy_pool_inflight") == 0, "the place back")
+    del upstream
 
 
 # --- drain and reload
