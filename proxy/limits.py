@@ -111,7 +111,8 @@ class LimitsPoll:
         context = self._current.context
         asked = context.gates.agent
         now_ns = context.clock.mono_ns()
-        self._wake(asked.take(text, context.gates.tiers.values(), now_ns))
+        workers = max(1, context.settings.workers)
+        self._wake(asked.take(text, context.gates.tiers.values(), now_ns, workers))
         self._arm(now_ns)
 
     def _expire(self) -> None:

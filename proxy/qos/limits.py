@@ -63,9 +63,10 @@ class AgentLimits:
         self.absent = 0
         self.malformed = 0
 
-    def take(self, text: bytes, tiers: Iterable[Tier], now_ns: int) -> list[Gate]:
+    def take(self, text: bytes, tiers: Iterable[Tier], now_ns: int, shares: int = 1) -> list[Gate]:
         """Take an answer; return the gates that it changed.
 
+        `shares`: workers that have the limit together.
         Raises LimitsError (counted), and nothing has changed then.
         """
         try:
@@ -79,6 +80,7 @@ class AgentLimits:
             if tier.qos == "P0" or tier.qos not in found:
                 continue
             limit, age_ns = found[tier.qos]
+            limit //= shares
             if age_ns >= BELIEVED_NS:
                 self.stale += 1
                 continue
