@@ -6,7 +6,7 @@ Pure. The exit codes are API (docs/audit.md, "Exit codes").
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 FINDINGS_KEPT = 1000
 
@@ -39,8 +39,7 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where in the directory: file (relative), byte offset of the line."""
 
     file: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from proxy.audit import canonical
 from proxy.audit.record import problem_with
@@ -23,8 +23,7 @@ _JOINED = re.compile(rb"\t[0-9a-f]{64}(?=\{)")
 _HEX = b"0123456789abcdef"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A well-formed line: the record, its exact JSON bytes, its MAC in hex."""
 
     record: dict[str, Any]
