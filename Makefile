@@ -28,7 +28,7 @@ help:
 	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, envelopes, SM4), 10 minutes together;'
 	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
 	@echo 'make mutants         put one-line faults into the data path, one at a time: the test named for each'
-	@echo '                     has to fail (about 10 minutes)'
+	@echo '                     has to fail (about 15 minutes)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
