@@ -43,7 +43,7 @@ LOAD = 0.6
 FIRST = {"json": 300.0, "stream": 40.0}
 TOP = {"json": 6000.0, "stream": 400.0}
 SLICE_S = 10.0
-FAILED_MOST = 0.1  # the engine's deaths alone are a few hundredths
+SHED_MOST = 0.1  # of a slice's requests
 STREAM = ["-s", "-m", "m-n64-g10"]
 THREADS = 4
 SAMPLE_S = 0.5
@@ -131,13 +131,13 @@ class Engine:
         self.deaths += 1
 
 
-def next_rates(rate: dict[str, float], load: float, failed: float) -> dict[str, float]:
+def next_rates(rate: dict[str, float], load: float, shed: float) -> dict[str, float]:
     """Return the rates for the next slice, so that it takes its share of the core.
 
     A busy machine makes the engine slow, and the sidecar then refuses what would wait too long.
-    That is cheap: where more than a tenth failed, `load` says nothing and the rates go down.
+    That is cheap: where more than a tenth was shed, `load` says nothing and the rates go down.
     """
-    step = 0.7 if failed > FAILED_MOST else min(1.5, max(0.5, LOAD / max(load, 0.01)))
+    step = 0.7 if shed > SHED_MOST else min(1.5, max(0.5, LOAD / max(load, 0.01)))
     return {name: min(TOP[name], one * step) for name, one in rate.items()}
 
 
@@ -235,7 +235,7 @@ class Soak:
     def _slices(self, port: int, child: subprocess.Popen[bytes]) -> dict[str, Any]:
         """Load in slices until the time is over, each at the rates that the last one suggests."""
         rate, began = dict(FIRST), time.monotonic()
-        served, failed = Counter[str](), Counter[str]()
+        served, failed, shed = Counter[str](), Counter[str](), self._shed()
         while (left := self.seconds - (time.monotonic() - began)) > 0:
             spent_ns, slice_began = process.cpu_ns(child.pid)[0], time.monotonic()
             loads = _loads(port, rate, min(SLICE_S, self.seconds / 6, left))
@@ -248,20 +248,23 @@ class Soak:
             finally:
                 for load in loads:
                     process.stop(load)
-            total = not_200 = 0
+            total = 0
             for name, figures in zip(FIRST, _figures(loads), strict=True):
                 served[name] += int(figures["total"])
                 failed[name] += int(figures["not_200"])
                 total += int(figures["total"])
-                not_200 += int(figures["not_200"])
             spent_s = (process.cpu_ns(child.pid)[0] - spent_ns) / 1e9
             load = spent_s / (time.monotonic() - slice_began)
-            rate = next_rates(rate, load, not_200 / max(1, total))
+            before, shed = shed, self._shed()
+            rate = next_rates(rate, load, (shed - before) / max(1, total))
         return {
             "served": dict(served),
             "not_200": dict(failed),
             "last_rates_per_s": {name: round(one) for name, one in rate.items()},
         }
+
+    def _shed(self) -> float:
+        return Metrics(self.ports.admin).sum("requests_total", 'outcome="shed"')
 
     def _kill(self, rng: random.Random, over: threading.Event) -> None:
         longest = min(15.0, self.seconds / 4)

@@ -48,7 +48,7 @@ def test_the_next_rates_follow_the_load_in_bounded_steps(load, json):
     assert soak.next_rates(dict(soak.FIRST), load, 0.05)["json"] == pytest.approx(json)
 
 
-def test_where_much_fails_the_rates_go_down_whatever_the_load():
+def test_where_much_is_shed_the_rates_go_down_whatever_the_load():
     assert soak.next_rates(dict(soak.FIRST), 0.1, 0.2)["json"] == pytest.approx(210)
 
 
