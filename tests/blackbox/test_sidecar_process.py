@@ -527,7 +527,7 @@ def test_probes_are_answered_under_full_load_and_with_a_silent_upstream(tmp_path
                 problems.append("not answered")
 
     with Sidecar(tmp_path / "s", upstream.url) as sidecar:
-        silent = [sidecar.client().send(post(CHAT, b"X-QoS-Class: P2")) for _ in range(32)]
+        silent = [sidecar.client().send(post(CHAT, b"X-QoS-Class: P2")) for _ in range(12)]
         until(lambda: len(upstream.seen) == len(silent), "the silent ones")
         clients = [sidecar.client() for _ in range(4)]
         loaders = [threading.Thread(target=load, args=(client,)) for client in clients]
