@@ -202,14 +202,9 @@ class SealedIntake:
             self.problem = self._failure(problem)
         waiter.envelope_ready()
 
-    def facts(self, opened: OpenedRequest) -> dict[str, object]:
-        """Return what the audit record says of the envelope."""
-        return {
-            "envelope_kid": opened.kid.hex(),
-            "envelope_suite": opened.suite,
-            "envelope_signature": opened.signature,
-            "envelope_mac": opened.mac,
-        }
+    def facts(self, opened: OpenedRequest) -> tuple[str, int, bool, bool]:
+        """Return what the audit record says: kid, suite, whether signed, whether with a MAC."""
+        return opened.kid.hex(), opened.suite, opened.signature, opened.mac
 
     def check_time(self) -> None:
         """Refuse what is slower than the window before it is verified. Raises RequestError."""

@@ -77,7 +77,7 @@ class Observation(Exchange):
     params_hash: str | None = None
     body_hash: str | None = None  # where the prompt could not be told from the rest
     token_ids: Sequence[int] | None = None
-    envelope: dict[str, Any] | None = None
+    envelope: tuple[str, int, bool, bool] | None = None  # kid, suite, signed, with a MAC
     answer_head: ResponseHead | None = None
     content_type = ""
     event_stream = False

@@ -11,9 +11,9 @@ the chain refuses is logged, counted as a failure, and does not take the others 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from proxy.audit.record import request_members
+from proxy.audit.request import request_text
 from proxy.audit.setup import AuditError
 from proxy.exchange import PHASE_NAMES
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.004
 BATCH = 64
-NO_ENVELOPE: dict[str, Any] = {}
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +53,13 @@ class Recorder:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting = self._waiting, []
-        append = self._audit.append_fitting
+        append = self._audit.append_request
         failed: list[AuditError] = []
         for exchange, outcome in waiting:
             exchange.complete()
             output_hash, output_len = exchange.output()
             since = exchange.since_start_us
-            members = request_members(
+            text = request_text(
                 trace_id=exchange.trace_id,
                 traceparent=exchange.traceparent.decode(),
                 tenant=exchange.tenant,
@@ -82,10 +81,10 @@ class Recorder:
                 output_len=output_len,
                 usage=exchange.usage(),
                 tunnelled=exchange.tunnelled,
-                **(exchange.envelope or NO_ENVELOPE),
+                envelope=exchange.envelope,
             )
             try:
-                append("request", members, exchange.token_ids)
+                append(text, exchange.token_ids)
             except AuditError as problem:
                 failed.append(problem)
             exchange.release()

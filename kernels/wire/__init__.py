@@ -5,12 +5,15 @@ would; what it is not sure of (a refusal, an incomplete head, anything unusual) 
 twin, whose word it is. So a machine without a compiler loses speed and nothing else: `heads`,
 `chunks` and `bodies` then return the twins.
 
+Beside them, `macs`: HMAC-SHA256 and SHA-256 of short messages, on the libcrypto that hashlib loads.
+
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
 """
 
 from __future__ import annotations
 
+import hashlib  # noqa: F401 - whose libcrypto the extension finds when it is loaded
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ _Chunks = TypeVar("_Chunks", bound="Callable[..., object]")
 _Members = TypeVar("_Members", bound="Callable[..., object]")
 _View = TypeVar("_View", bound="Callable[..., object]")
 _Cut = TypeVar("_Cut", bound="Callable[..., object]")
+_Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
+_Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
 
 
 class Grammar(NamedTuple):
@@ -99,3 +104,15 @@ def bodies(
         return members, view, cut_answer
     reader = _wire.Bodies(classes, ids, (members, view, cut_answer))
     return reader.members, reader.view, reader.cut_answer
+
+
+def macs(mac: _Mac, sha256: _Hash) -> tuple[_Mac, _Hash]:
+    """Return (HMAC-SHA256 with an absorbed key, SHA-256 of parts) in place of the given twins.
+
+    The twins also where the process has no libcrypto of its own that the extension can use.
+    """
+    if not hasattr(_wire, "Mac"):
+        return mac, sha256
+    assert _wire is not None
+    quick: tuple[_Mac, _Hash] = _wire.Mac, _wire.sha256
+    return quick

@@ -113,13 +113,15 @@ static int module_exec(PyObject *module)
         }
         Py_DECREF(type);
     }
-    return 0;
+    return wire_add_mac(module);
 }
 
 static PyMethodDef module_methods[] = {
     {"whole_chunks", (PyCFunction)(void (*)(void))wire_whole_chunks, METH_FASTCALL,
      "whole_chunks(data, pieces, /)\n--\n\n"
      "Append the payload of each chunk that `data` begins with; return where they end."},
+    {"sha256", (PyCFunction)(void (*)(void))wire_sha256, METH_FASTCALL,
+     "sha256(*parts)\n--\n\nReturn SHA-256 of the parts, joined; where Mac is there."},
     {NULL, NULL, 0, NULL},
 };
 

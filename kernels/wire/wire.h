@@ -127,6 +127,10 @@ static inline uint64_t any_equal(uint64_t word, unsigned byte)
 extern PyType_Spec wire_heads_spec;
 extern PyType_Spec wire_bodies_spec;
 
+/* Adds the type Mac, where a libcrypto is loaded that offers what it needs; 0, or -1. */
+int wire_add_mac(PyObject *module);
+
+PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);
 PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from kernels import wire
 from proxy.audit import canonical
 from proxy.sm4.digest import Digest, new_digest
+
+if TYPE_CHECKING:
+    from proxy.audit.request import RequestText
 
 Alg = Literal["s256", "sm3"]
 ALGS: tuple[Alg, ...] = ("s256", "sm3")
@@ -25,7 +30,12 @@ LINE_BYTES = 64 << 10
 EPOCH_LIMIT = 1 << 20
 
 _BLOCK_BYTES = 64
+_U32 = struct.Struct(">I").pack
 _DIGESTS = {"s256": "sha256", "sm3": "sm3"}
+
+
+def _quoted(text: Any) -> str:
+    return canonical.encode({"": text})[4:-1].decode()
 
 
 def hkdf(ikm: bytes, info: bytes, length: int, salt: bytes = b"") -> bytes:
@@ -93,13 +103,44 @@ class Hmac:
         outer.update(inner.digest())
         return outer.digest().hex()
 
-    def hex(self, message: bytes) -> str:
-        """Return the MAC as 64 lower-case hex characters."""
+    def hex(self, *parts: bytes) -> str:
+        """Return the MAC of the parts, joined, as 64 lower-case hex characters."""
         inner = self._inner.copy()
-        inner.update(message)
-        outer = self._outer.copy()
-        outer.update(inner.digest())
-        return outer.digest().hex()
+        for part in parts:
+            inner.update(part)
+        return self.end(inner)
+
+    def framed(self, *parts: bytes) -> str:
+        """Return the MAC of u32 big-endian length || part for each part, hex."""
+        return self.hex(*(item for part in parts for item in (_U32(len(part)), part)))
+
+
+class Mac(Protocol):
+    """A MAC with its key absorbed: `Hmac`, or its like in C."""
+
+    def hex(self, *parts: bytes) -> str:
+        """See `Hmac`."""
+        ...
+
+    def framed(self, *parts: bytes) -> str:
+        """See `Hmac`."""
+        ...
+
+
+def _sha256_pure(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def _mac_pure(key: bytes) -> Mac:
+    return Hmac("s256", key)
+
+
+_mac_s256, sha256 = wire.macs(_mac_pure, _sha256_pure)
+
+
+def mac(alg: str, key: bytes) -> Mac:
+    """Return the MAC of a key of at most 64 bytes."""
+    return _mac_s256(key) if alg == "s256" else Hmac(alg, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +154,14 @@ class Head:
 class Chain:
     """The writer's end of a chain."""
 
-    __slots__ = ("_fixed", "_hmac", "prev", "seq")
+    __slots__ = ("_fixed", "_kind", "_mac", "_origin", "prev", "seq")
 
     def __init__(self, origin: str, seed_id: str, alg: Alg, seed: bytes) -> None:
         self._fixed = {"v": 1, "origin": origin, "key_id": key_id(seed_id, alg, 0)}
-        self._hmac = Hmac(alg, chain_key(seed, alg, origin))
+        self._mac = mac(alg, chain_key(seed, alg, origin))
+        # The chain's own members of a request record, as they stand around the others.
+        self._kind = f'"key_id":{_quoted(self._fixed["key_id"])},"kind":"request",'
+        self._origin = f'","origin":{_quoted(origin)},'
         self.seq = 0  # of the next record
         self.prev = ZERO_MAC  # MAC of the record before it, hex
 
@@ -136,18 +180,30 @@ class Chain:
         record["wall_ns"] = str(wall_ns)
         record["mono_ns"] = str(mono_ns)
         record["prev"] = self.prev
-        data = canonical.encode(record)
+        return self._linked(canonical.encode(record))
+
+    def request_line(self, text: RequestText, wall_ns: int, mono_ns: int) -> bytes:
+        """As `line`, for a request."""
+        return self._linked(
+            (
+                f'{{{text.head}{self._kind}{text.model}"mono_ns":"{mono_ns}{self._origin}'
+                f'{text.middle}"prev":"{self.prev}",{text.prompt}"seq":{self.seq},{text.tail}'
+                f'"v":1,"wall_ns":"{wall_ns}"}}'
+            ).encode()
+        )
+
+    def _linked(self, data: bytes) -> bytes:
         if len(data) > LINE_BYTES - 66:
             raise ValueError(f"a record of {len(data)} bytes; a line holds {LINE_BYTES}")
-        mac = self._hmac.hex(bytes.fromhex(self.prev) + data)
+        made = self._mac.hex(bytes.fromhex(self.prev), data)
         self.seq += 1
-        self.prev = mac
-        return b"%b\t%b\n" % (data, mac.encode())
+        self.prev = made
+        return b"%b\t%b\n" % (data, made.encode())
 
 
 def mac_of(alg: str, key: bytes, prev: str, data: bytes) -> str:
     """Return the MAC of one record, hex."""
-    return Hmac(alg, key).hex(bytes.fromhex(prev) + data)
+    return Hmac(alg, key).hex(bytes.fromhex(prev), data)
 
 
 def sha256_hex(data: bytes) -> str:

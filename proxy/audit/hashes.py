@@ -13,11 +13,12 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from proxy.audit.chain import Hmac
+from proxy.audit.chain import Hmac, mac
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.audit.chain import Mac
     from proxy.sm4.digest import Digest
 
 BUFFER_BYTES = 4 << 20
@@ -29,12 +30,28 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 @lru_cache(maxsize=1024)
 def _absorbed(key: bytes) -> Hmac:
-    """Return the HMAC of a tenant's key: absorbing it costs more than hashing most prompts."""
+    """Return the HMAC of a tenant's key, for what comes in pieces."""
     return Hmac("s256", key)
 
 
+@lru_cache(maxsize=1024)
+def _mac(key: bytes) -> Mac:
+    """Return the MAC of a tenant's key: absorbing it costs more than hashing most prompts."""
+    return mac("s256", key)
+
+
 def _whole(key: bytes | None, data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest() if key is None else _absorbed(key).hex(data)
+    return hashlib.sha256(data).hexdigest() if key is None else _mac(key).hex(data)
+
+
+def _framed(key: bytes | None, *parts: bytes) -> str:
+    if key is not None:
+        return _mac(key).framed(*parts)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(_U32(len(part)))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def whole_hash(key: bytes | None, body: bytes) -> str:
@@ -44,23 +61,12 @@ def whole_hash(key: bytes | None, body: bytes) -> str:
 
 def params_hash(key: bytes | None, rest: bytes) -> str:
     """Return the hash of u32 big-endian length || bytes, hex."""
-    return _whole(key, _U32(len(rest)) + rest)
+    return _framed(key, rest)
 
 
 def prompt_hash(key: bytes | None, prompt: bytes, model: bytes, temperature: bytes) -> str:
     """Return the prompt's hash, hex: the exact bytes received, nothing re-encoded."""
-    return _whole(
-        key,
-        b"%b%b%b%b%b%b"
-        % (
-            _U32(len(prompt)),
-            prompt,
-            _U32(len(model)),
-            model,
-            _U32(len(temperature)),
-            temperature,
-        ),
-    )
+    return _framed(key, prompt, model, temperature)
 
 
 def output_hash(key: bytes | None, texts: Mapping[int, str]) -> tuple[str | None, int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.audit.ids import SegmentIds, TokenIds
+    from proxy.audit.request import RequestText
 
 # Room for a checkpoint, and `segment_end` or `closed`, at the end of a segment.
 _END_ROOM = 4096
@@ -28,6 +29,7 @@ _END_ROOM = 4096
 _HELD_BYTES = 2048
 _ID_BYTES = 4
 NEVER = 1 << 62
+_NONE: dict[str, Any] = {}
 _SEGMENT_KINDS = ("segment_end", "segment_start")
 # They never begin a segment: a checkpoint states the seq that it is at.
 _STAYING_KINDS = ("checkpoint", *_SEGMENT_KINDS)
@@ -40,6 +42,7 @@ class _Item:
     ticket: int
     kind: str
     members: dict[str, Any]
+    text: RequestText | None  # in place of members
     ids: Sequence[int] | None
     wall_ns: int
     mono_ns: int
@@ -113,7 +116,6 @@ class Pending:
         self,
         kind: str,
         members: dict[str, Any],
-        ids: Sequence[int] | None,
         wall_ns: int,
         mono_ns: int,
     ) -> int:
@@ -122,20 +124,31 @@ class Pending:
         A ticket is the seq, but where chaining again moved earlier records: tickets only grow.
         Raises ValueError, with the chain where it was, for a record that no line holds.
         """
-        item = _Item(0, kind, members, ids, wall_ns, mono_ns)
+        return self._add(_Item(0, kind, members, None, None, wall_ns, mono_ns))
+
+    def add_request(
+        self, text: RequestText, ids: Sequence[int] | None, wall_ns: int, mono_ns: int
+    ) -> int:
+        """As `add`, for a request's record."""
+        item = _Item(0, "request", _NONE, text, ids, wall_ns, mono_ns)
         segment, chain = self._segment, self._chain
-        if chain.seq >= self._hold_at:
+        if ids is not None or chain.seq >= self._hold_at or segment.size >= self._roomy_bytes:
+            return self._add(item)
+        # As nearly all: no ids, and room for the longest line there may be.
+        item.seq = chain.seq
+        line = item.line = chain.request_line(text, wall_ns, mono_ns)
+        item.segment = segment
+        segment.records += 1
+        segment.size += len(line)
+        self._items.append(item)
+        self.bytes += len(line)
+        self._ticket = item.ticket = max(item.seq, self._ticket + 1)
+        return item.ticket
+
+    def _add(self, item: _Item) -> int:
+        if self._chain.seq >= self._hold_at:
             self._held.append(item)
             self.bytes += _held_bytes(item)
-        elif ids is None and kind == "request" and segment.size < self._roomy_bytes:
-            # As nearly all: no ids, and room for the longest line there may be.
-            item.seq = chain.seq
-            line = item.line = chain.line(kind, members, wall_ns, mono_ns)
-            item.segment = segment
-            segment.records += 1
-            segment.size += len(line)
-            self._items.append(item)
-            self.bytes += len(line)
         else:
             self._place(item)
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
@@ -161,7 +174,7 @@ class Pending:
         if checkpoint is not None:
             if held:
                 wall_ns, mono_ns = held[0].wall_ns, held[0].mono_ns  # times only grow in a chain
-            self._place(_Item(-1, "checkpoint", checkpoint, None, wall_ns, mono_ns))
+            self._place(_Item(-1, "checkpoint", checkpoint, None, None, wall_ns, mono_ns))
         self._hold_at = hold_at
         for number, item in enumerate(held):
             if self._chain.seq >= hold_at:
@@ -234,10 +247,15 @@ class Pending:
         self._keep(item)
 
     def _link(self, item: _Item) -> None:
-        members, entry = item.members, b""
-        if item.ids is not None:
-            members, entry = self._with_ids(item)
-        elif item.kind in ("segment_end", "closed"):
+        members, entry, text = item.members, b"", item.text
+        if text is not None:
+            if item.ids is not None:
+                text, entry = self._with_ids(text, item.ids)
+            item.seq = self._chain.seq
+            item.line = self._chain.request_line(text, item.wall_ns, item.mono_ns)
+            item.entry = entry
+            return
+        if item.kind in ("segment_end", "closed"):
             digest = self._segment.ids_digest.hexdigest()
             members = {**members, "ids_sha256": digest}
         item.seq = self._chain.seq
@@ -254,27 +272,27 @@ class Pending:
         self._items.append(item)
         self.bytes += len(item.line) + len(item.entry)
 
-    def _with_ids(self, item: _Item) -> tuple[dict[str, Any], bytes]:
-        mode = self._mode
-        if mode == "off" or item.ids is None:
-            return item.members, b""
+    def _with_ids(self, text: RequestText, ids: Sequence[int]) -> tuple[RequestText, bytes]:
+        mode, count = self._mode, len(ids)
+        if mode == "off":
+            return text, b""
         try:
-            packed = token_ids.pack(item.ids[: token_ids.IDS_LIMIT])
+            packed = token_ids.pack(ids[: token_ids.IDS_LIMIT])
         except ValueError:
-            return {**item.members, "ids_n": len(item.ids)}, b""
+            return text.with_ids(count), b""
         segment, seq = self._segment, self._chain.seq
         if segment.ids is None:
             self._open_ids(segment)
         assert segment.ids is not None
-        members = {**item.members, "ids_n": len(item.ids)}
         if mode == "sealed":
-            members["ids_commit"], entry = segment.ids.seal(seq, packed)
-            members["ids_at"] = segment.ids_size or len(segment.ids_head)
-            return members, entry if segment.ids_size else segment.ids_head + entry
-        members["ids_commit"] = token_ids.commitment(segment.ids.data_key(seq), packed)
-        if mode == "plain":
-            members["ids"] = list(item.ids[: token_ids.PLAIN_LIMIT])
-        return members, b""
+            commit, entry = segment.ids.seal(seq, packed)
+            at = segment.ids_size or len(segment.ids_head)
+            return text.with_ids(count, commit, at), (
+                entry if segment.ids_size else segment.ids_head + entry
+            )
+        commit = token_ids.commitment(segment.ids.data_key(seq), packed)
+        plain = ids[: token_ids.PLAIN_LIMIT] if mode == "plain" else None
+        return text.with_ids(count, commit, ids=plain), b""
 
     def _open_ids(self, segment: _Segment) -> None:
         first = segment.file.first_seq
@@ -299,7 +317,7 @@ class Pending:
         self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
 
     def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
-        self._place(_Item(-1, kind, members, None, item.wall_ns, item.mono_ns))
+        self._place(_Item(-1, kind, members, None, None, item.wall_ns, item.mono_ns))
 
 
 def _held_bytes(item: _Item) -> int:

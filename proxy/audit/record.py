@@ -1,8 +1,8 @@
-"""Records: the kinds, what each must hold, and the builder of `request` records.
+"""Records: the kinds and what each must hold.
 
 The one table (`KINDS`) is enforced where records are written and where they are verified. Pure.
-Upstream usage is cleaned here, strings where records are written (`canonical.fit`), so that no
-client can make a record unwritable.
+Upstream usage is cleaned here, strings where records are written (`canonical.fit`, `request`), so
+that no client can make a record unwritable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from proxy.audit.canonical import INT_LIMIT, TEXT_BYTES, clean_text
+from proxy.audit.canonical import INT_LIMIT
 
 
 def _is_int(value: Any) -> bool:
@@ -194,95 +194,3 @@ def usage_members(
     if type(reasoning) is int and 0 <= reasoning < INT_LIMIT:
         usage["reasoning"] = reasoning
     return usage
-
-
-def _text(text: str) -> str:
-    return text if len(text) <= TEXT_BYTES and text.isascii() else clean_text(text)
-
-
-def request_members(
-    *,
-    trace_id: str,
-    tenant: str,
-    qos: str,
-    status: int,
-    outcome: str,
-    phase: str,
-    queue_us: int | None = None,
-    first_byte_us: int | None = None,
-    total_us: int | None = None,
-    traceparent: str | None = None,
-    model: str | None = None,
-    served_model: str | None = None,
-    pool: str | None = None,
-    envelope_kid: str | None = None,
-    envelope_suite: int | None = None,
-    envelope_signature: bool = False,
-    envelope_mac: bool = False,
-    prompt_hash: str | None = None,
-    params_hash: str | None = None,
-    body_hash: str | None = None,
-    output_hash: str | None = None,
-    output_len: int | None = None,
-    usage: dict[str, int] | None = None,
-    qos_asked: str | None = None,
-    tunnelled: tuple[int, int] | None = None,
-) -> dict[str, object]:
-    """Return the members of a `request` record; None means unknown and is absent.
-
-    `status` is what the client was sent (0: nothing); times are microseconds from the accepted
-    head; `usage` is of `usage_members`; `qos_asked` is set where a class was capped;
-    `tunnelled` is what went from and to the client of an upgraded connection. Strings that come
-    from outside are capped and cleaned here, so the members fit as they are
-    (`AuditWriter.append_fitting`). The token ids go to the writer beside the members.
-    """
-    assert outcome in OUTCOMES
-    assert phase in PHASES
-    members: dict[str, object] = {
-        "trace_id": trace_id,
-        "tenant": _text(tenant),
-        "qos": qos,
-        "status": status,
-        "outcome": outcome,
-        "phase": phase,
-    }
-    times = {}
-    if queue_us is not None:
-        times["queue"] = queue_us
-    if first_byte_us is not None:
-        times["first_byte"] = first_byte_us
-    if total_us is not None:
-        times["total"] = total_us
-    members["times_us"] = times
-    if traceparent is not None:
-        members["traceparent"] = _text(traceparent)
-    if model is not None:
-        members["model"] = _text(model)
-    if served_model is not None:
-        members["served_model"] = _text(served_model)
-    if pool is not None:
-        members["pool"] = pool
-    if prompt_hash is not None:
-        members["prompt_hash"] = prompt_hash
-    if params_hash is not None:
-        members["params_hash"] = params_hash
-    if body_hash is not None:
-        members["body_hash"] = body_hash
-    if output_hash is not None:
-        members["output_hash"] = output_hash
-    if qos_asked is not None:
-        members["qos_asked"] = _text(qos_asked)
-    if output_len is not None:
-        members["output_len"] = output_len
-    if usage:
-        members["usage"] = usage
-    if tunnelled is not None:
-        members["tunnel"] = {"sent": tunnelled[0], "received": tunnelled[1]}
-    if envelope_kid is not None:
-        members["envelope"] = {
-            "kid": _text(envelope_kid),
-            "suite": envelope_suite or 0,
-            "signature": envelope_signature,
-            "mac": envelope_mac,
-        }
-    return members

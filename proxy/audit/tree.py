@@ -13,14 +13,15 @@ So writer, prover and verifier stream: none of them ever holds a level of the tr
 
 from __future__ import annotations
 
-from hashlib import sha256
 from typing import TYPE_CHECKING
+
+from proxy.audit.chain import sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 HASH_BYTES = 32
-EMPTY_ROOT = sha256(b"").digest()
+EMPTY_ROOT = sha256()
 # No proof of a tree below 2^64 leaves has more nodes; a longer one is refused unread.
 PROOF_NODES_MAX = 128
 
@@ -31,12 +32,12 @@ class ProofError(ValueError):
 
 def leaf_hash(line: bytes) -> bytes:
     """Return the hash of a stored line, its newline left out."""
-    return sha256(b"\0" + line).digest()
+    return sha256(b"\0", line)
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
     """Return the hash of an inner node."""
-    return sha256(b"\1" + left + right).digest()
+    return sha256(b"\1", left, right)
 
 
 class Range:
@@ -58,7 +59,7 @@ class Range:
             # The subtree on the left is whole and its sibling: together they are one.
             while end & size and end - size >= begin:
                 sizes.pop()
-                node = sha256(b"\1" + hashes.pop() + node).digest()
+                node = sha256(b"\1", hashes.pop(), node)
                 end -= size
                 size += size
             sizes.append(size)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from proxy.audit.request import RequestText
     from proxy.clock import Clock
 
 PENDING_RECORDS = 8192
@@ -187,36 +188,50 @@ class AuditWriter:
         """The origin of the chain."""
         return self._config.origin
 
-    def append(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
+    def append(self, kind: str, members: dict[str, Any]) -> int:
         """Chain one record; returns its seq, or `LOST` when it had to be dropped.
 
         Never blocks. `members` must hold what `record.KINDS` demands and belongs to the writer from
-        here on; `ids` are the record's token ids. Raises `AuditError` for a missing member, an
-        unknown kind, a record that no line holds, or in a forked child.
+        here on. Raises `AuditError` for a missing member, an unknown kind, a request (see
+        `append_request`), a record that no line holds, or in a forked child.
         """
         required = REQUIRED.get(kind)
-        if required is None or not required <= members.keys():
+        if required is None or kind == "request" or not required <= members.keys():
             raise AuditError(f"a record of kind {kind!r} lacks what it must hold")
-        return self.append_fitting(kind, fit(members), ids)
+        if not self._takes(str(members.get("outcome", "none"))):
+            return LOST
+        ticket = self._add(kind, fit(members))
+        self._appended()
+        return ticket
 
-    def append_fitting(
-        self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None
-    ) -> int:
-        """As `append`, for members that are complete and fit already: `request_members` makes such.
+    def append_request(self, text: RequestText, ids: Sequence[int] | None = None) -> int:
+        """As `append`, for a request; `ids` are its token ids."""
+        if not self._takes(text.outcome):
+            return LOST
+        wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
+        try:
+            ticket = self._pending.add_request(text, ids, wall_ns, mono_ns)
+        except ValueError as problem:
+            raise AuditError(str(problem)) from None
+        self._last_ns = mono_ns
+        self._appended()
+        return ticket
 
-        Raises `AuditError` as `append` does, but for members that are missing.
-        """
+    def _takes(self, outcome: str) -> bool:
+        """Say whether there is room for a record; one that finds none is counted as lost."""
         if os.getpid() != self._pid:
             raise AuditError("this chain belongs to the parent process; start one of your own")
         if self._closing or not self._room():
-            self._lose(members)
-            return LOST
+            self._lose(outcome)
+            return False
         if self._losses.count:
             self._add_lost()
-        ticket = self._add(kind, members, ids)
+        return True
+
+    def _appended(self) -> None:
+        self.stats.pending = len(self._pending)
         if self._timer is None or len(self._pending) >= self._config.flush_records:
             self._schedule()
-        return ticket
 
     async def durable(self, seq: int) -> None:
         """Return when the record is on disk.
@@ -272,9 +287,9 @@ class AuditWriter:
             self._losing = count >= PENDING_RECORDS or size >= PENDING_BYTES
         return not self._losing
 
-    def _lose(self, members: dict[str, Any]) -> None:
+    def _lose(self, outcome: str) -> None:
         self.stats.lost += 1
-        self._losses.add(str(members.get("outcome", "none")), self._clock.wall_ns())
+        self._losses.add(outcome, self._clock.wall_ns())
         if not self._loss_reason:
             self._loss_reason = "queue_full"
 
@@ -284,10 +299,10 @@ class AuditWriter:
         self._losses, self._loss_reason = Losses(), ""
         self._add("lost", losses.members())
 
-    def _add(self, kind: str, members: dict[str, Any], ids: Sequence[int] | None = None) -> int:
+    def _add(self, kind: str, members: dict[str, Any]) -> int:
         wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
         try:
-            ticket = self._pending.add(kind, members, ids, wall_ns, mono_ns)
+            ticket = self._pending.add(kind, members, wall_ns, mono_ns)
         except ValueError as problem:
             raise AuditError(str(problem)) from None
         self._last_ns = mono_ns

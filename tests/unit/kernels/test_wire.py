@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import hmac
 import random
 import resource
 import shutil
@@ -18,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import wire
+from proxy.audit import chain
 from proxy.http import body, chunked, http1
 from tests.unit.kernels.wire_cases import (
     ALL_LIMITS,
@@ -416,3 +419,56 @@ def test_readers_can_be_thrown_away():
         wire.bodies((body.RequestView, body.AnswerFacts), body.IDS, twin, twin, twin)
     gc.collect()
     assert [sys.getrefcount(thing) for thing in things] == before
+
+
+# --- MACs: HMAC-SHA256 and SHA-256 of parts
+
+PARTS = st.lists(st.binary(max_size=200), max_size=5)
+no_mac = pytest.mark.skipif(
+    not hasattr(wire._wire, "Mac"), reason="kernels.wire: no libcrypto of the process's own"
+)
+
+
+@no_mac
+@UNHURRIED
+@given(st.binary(max_size=64), PARTS)
+def test_macs_are_those_of_the_standard_library(key, parts):
+    made = wire._wire.Mac(key)
+    framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    for _ in range(2):  # a MAC leaves the key as it was
+        assert made.hex(*parts) == hmac.digest(key, b"".join(parts), "sha256").hex()
+        assert made.framed(*parts) == hmac.digest(key, framed, "sha256").hex()
+    assert wire._wire.sha256(*parts) == hashlib.sha256(b"".join(parts)).digest()
+
+
+@no_mac
+def test_macs_and_their_twins_agree_across_block_ends():
+    twin = chain.Hmac("s256", b"k" * 32)
+    quick = wire._wire.Mac(b"k" * 32)
+    for size in (*range(130), 4095, 4096, 4097, 1 << 20):
+        parts = (b"a" * (size // 3), b"b" * (size - size // 3))
+        assert quick.hex(*parts) == twin.hex(*parts)
+        assert quick.framed(*parts) == twin.framed(*parts)
+
+
+@no_mac
+@pytest.mark.parametrize("part", [bytearray(b"x"), "x", None, 3, memoryview(b"x")])
+def test_a_part_that_is_not_bytes_is_refused(part):
+    with pytest.raises(TypeError):
+        wire._wire.Mac(b"k").hex(b"before", part)
+    with pytest.raises(TypeError):
+        wire._wire.Mac(b"k").framed(part)
+    with pytest.raises(TypeError):
+        wire._wire.sha256(part)
+
+
+@no_mac
+@pytest.mark.parametrize("key", [bytes(65), "text", None])
+def test_a_key_that_is_none_is_refused(key):
+    with pytest.raises((TypeError, ValueError)):
+        wire._wire.Mac(key)
+
+
+def test_without_the_extension_the_twins_are_given_back(monkeypatch):
+    monkeypatch.setattr(wire, "_wire", None)
+    assert wire.macs(min, max) == (min, max)

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from proxy.audit.canonical import TEXT_BYTES, clean_text
 from proxy.audit.check import MacKeys
-from proxy.audit.record import request_members, usage_members
+from proxy.audit.record import usage_members
+from proxy.audit.request import RequestText, request_text
 from proxy.audit.verify import verify_directory
 from proxy.audit.writer import AuditWriter, ChainConfig
 from proxy.clock import ManualClock
@@ -43,8 +45,8 @@ def config(directory: Path, **changes: Any) -> ChainConfig:
     return ChainConfig(**values)
 
 
-def request(number: int, **changes: Any) -> dict[str, object]:
-    values: dict[str, Any] = {
+def facts(number: int, **changes: Any) -> dict[str, Any]:
+    return {
         "trace_id": f"{START_MS}-00001-{number:04d}",
         "tenant": "t-1",
         "qos": "P1",
@@ -58,7 +60,92 @@ def request(number: int, **changes: Any) -> dict[str, object]:
         "usage": usage_members(12, 0, 12),
         **changes,
     }
-    return request_members(**values)
+
+
+def request(number: int, **changes: Any) -> RequestText:
+    return request_text(**facts(number, **changes))
+
+
+def as_table(number: int, **changes: Any) -> dict[str, object]:
+    """Return a request's members as a table: what its text has to say, made the plain way."""
+    return request_members(**facts(number, **changes))
+
+
+def _text(text: str) -> str:
+    return text if len(text) <= TEXT_BYTES and text.isascii() else clean_text(text)
+
+
+def request_members(
+    *,
+    trace_id: str,
+    tenant: str,
+    qos: str,
+    status: int,
+    outcome: str,
+    phase: str,
+    queue_us: int | None = None,
+    first_byte_us: int | None = None,
+    total_us: int | None = None,
+    traceparent: str | None = None,
+    model: str | None = None,
+    served_model: str | None = None,
+    pool: str | None = None,
+    envelope: tuple[str, int, bool, bool] | None = None,
+    prompt_hash: str | None = None,
+    params_hash: str | None = None,
+    body_hash: str | None = None,
+    output_hash: str | None = None,
+    output_len: int | None = None,
+    usage: dict[str, int] | None = None,
+    qos_asked: str | None = None,
+    tunnelled: tuple[int, int] | None = None,
+) -> dict[str, object]:
+    members: dict[str, object] = {
+        "trace_id": trace_id,
+        "tenant": _text(tenant),
+        "qos": qos,
+        "status": status,
+        "outcome": outcome,
+        "phase": phase,
+    }
+    times = {}
+    if queue_us is not None:
+        times["queue"] = queue_us
+    if first_byte_us is not None:
+        times["first_byte"] = first_byte_us
+    if total_us is not None:
+        times["total"] = total_us
+    members["times_us"] = times
+    if traceparent is not None:
+        members["traceparent"] = _text(traceparent)
+    if model is not None:
+        members["model"] = _text(model)
+    if served_model is not None:
+        members["served_model"] = _text(served_model)
+    if pool is not None:
+        members["pool"] = pool
+    if prompt_hash is not None:
+        members["prompt_hash"] = prompt_hash
+    if params_hash is not None:
+        members["params_hash"] = params_hash
+    if body_hash is not None:
+        members["body_hash"] = body_hash
+    if output_hash is not None:
+        members["output_hash"] = output_hash
+    if qos_asked is not None:
+        members["qos_asked"] = _text(qos_asked)
+    if output_len is not None:
+        members["output_len"] = output_len
+    if usage:
+        members["usage"] = usage
+    if tunnelled is not None:
+        members["tunnel"] = {"sent": tunnelled[0], "received": tunnelled[1]}
+    if envelope is not None:
+        kid, suite, signature, mac = envelope
+        members["envelope"] = {
+            "kid": _text(kid), "suite": suite, "signature": signature, "mac": mac,
+        }  # fmt: skip
+    return members
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -95,7 +182,7 @@ def write_chain(
         writer = AuditWriter.start(config(directory, **changes), clock, loop)
         for number in range(records):
             clock.advance_ms(step_ms)
-            writer.append("request", request(number), [number, 7, 2] if ids else None)
+            writer.append_request(request(number), [number, 7, 2] if ids else None)
         if close:
             await writer.close()
         else:

@@ -20,7 +20,16 @@ from proxy.audit.tree import Range, check_consistency, leaf_hash
 from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
 from proxy.sm4.sm2 import available
-from tests.unit.proxy.audit_chains import KEYS, START_MS, config, crash, request, run, verify
+from tests.unit.proxy.audit_chains import (
+    KEYS,
+    START_MS,
+    config,
+    crash,
+    facts,
+    request,
+    run,
+    verify,
+)
 
 SIGNER = NoteSigner("log", ED25519, b"\1" * 32)
 SECOND = NoteSigner("second", SM2 if available() else ED25519, b"\3" * 32)
@@ -67,7 +76,7 @@ async def until(condition):
 
 async def many(writer, count, pause=7):
     for number in range(count):
-        ticket = writer.append("request", request(number % 10_000))
+        ticket = writer.append_request(request(number % 10_000))
         if number % pause == 0:
             with contextlib.suppress(AuditUnavailableError):  # it is tried again
                 await writer.durable(ticket)
@@ -101,7 +110,7 @@ def test_times_and_order_hold_while_records_are_held(tmp_path):
         writer = start(tmp_path, clock)
         for number in range(300):
             clock.advance_ms(1)
-            ticket = writer.append("request", request(number))
+            ticket = writer.append_request(request(number))
             if number % 5 == 0:
                 await asyncio.sleep(0)
             if number % 50 == 0:
@@ -111,7 +120,7 @@ def test_times_and_order_hold_while_records_are_held(tmp_path):
 
     chain = run(scene)
     traces = [r["trace_id"] for r in records(chain) if r["kind"] == "request"]
-    assert traces == [request(n)["trace_id"] for n in range(300)]
+    assert traces == [facts(n)["trace_id"] for n in range(300)]
     assert ok(tmp_path).findings == []
 
 
@@ -120,7 +129,7 @@ def test_a_quiet_chain_is_signed_once_after_the_interval(tmp_path):
         writer = start(tmp_path, checkpoint_s=1)
         await until(lambda: writer.stats.checkpoints == 1 and not writer._pending)
         assert writer._checkpoint_timer is None  # nothing is left to sign
-        writer.append("request", request(1))
+        writer.append_request(request(1))
         await until(lambda: writer.stats.checkpoints == 2)
         await writer.close()
         return writer.dir
@@ -143,7 +152,7 @@ def test_never_more_than_the_verifier_takes_lies_unsigned(tmp_path, monkeypatch)
     async def scene():
         writer = start(tmp_path, checkpoint_records=20)
         for number in range(3000):
-            writer.append("request", request(number))
+            writer.append_request(request(number))
             if number % 100 == 0:
                 await asyncio.sleep(0)
         await writer.close()
@@ -216,7 +225,7 @@ def test_a_failed_sync_leaves_no_checkpoint_of_what_never_was(tmp_path, monkeypa
 
     chain = run(scene)
     requests = [r["trace_id"] for r in records(chain) if r["kind"] == "request"]
-    assert requests == [request(n)["trace_id"] for n in range(120)]
+    assert requests == [facts(n)["trace_id"] for n in range(120)]
     ok(tmp_path)
 
 

@@ -166,7 +166,7 @@ def test_a_chain_killed_under_load_is_declared_after_the_restart(tmp_path):
             while True:
                 for _ in range(20):
                     n += 1
-                    writer.append("request", request(n), [n])
+                    writer.append_request(request(n), [n])
                 await asyncio.sleep(0)
                 if n == 2000:
                     print("loaded", flush=True)
@@ -231,16 +231,16 @@ def test_a_full_disk_loses_nothing_that_fits_in_memory(tmp_path, monkeypatch, sh
         clock = ManualClock(START_MS)
         loop = asyncio.get_running_loop()
         writer = AuditWriter.start(config(tmp_path, on_failure=policy), clock, loop)
-        await writer.durable(writer.append("request", request(1)))
+        await writer.durable(writer.append_request(request(1)))
         log = segments(writer.dir)[0][1]
         size = log.stat().st_size
         failing.full = True
         with pytest.raises(AuditUnavailableError):
-            await writer.durable(writer.append("request", request(2)))
+            await writer.durable(writer.append_request(request(2)))
         assert not writer.available
         assert log.stat().st_size == size
         assert verdict(tmp_path) == ("ok", None)
-        later = [writer.append("request", request(n)) for n in range(3, 50)]
+        later = [writer.append_request(request(n)) for n in range(3, 50)]
         failing.full = False
         while not writer.available:  # noqa: ASYNC110 - the disk has its own thread
             await asyncio.sleep(0.005)
@@ -263,10 +263,10 @@ def test_what_a_full_disk_does_not_leave_room_for_is_told_later(tmp_path, monkey
         writer = AuditWriter.start(config(tmp_path), clock, asyncio.get_running_loop())
         failing.full = True
         with pytest.raises(AuditUnavailableError):
-            await writer.durable(writer.append("request", request(1)))
+            await writer.durable(writer.append_request(request(1)))
         for number in range(2, 30):
             clock.advance_ms(10)
-            writer.append("request", request(number))
+            writer.append_request(request(number))
         assert writer.stats.lost == 19
         failing.full = False
         while not writer.available or writer.stats.pending:  # noqa: ASYNC110 - the disk has its own thread
@@ -293,10 +293,10 @@ def test_a_failed_sync_seals_the_file_and_chains_again(tmp_path, monkeypatch, id
             auditor_public=b"\x09" + bytes(31),
         )
         writer = AuditWriter.start(settings, clock, asyncio.get_running_loop())
-        await writer.durable(writer.append("request", request(1), [1]))
+        await writer.durable(writer.append_request(request(1), [1]))
         for fails in (1, 2):
             failing.sync_fails = fails
-            tickets = [writer.append("request", request(n), [n]) for n in range(2, 5)]
+            tickets = [writer.append_request(request(n), [n]) for n in range(2, 5)]
             while not writer.available or writer.stats.pending or failing.sync_fails:  # noqa: ASYNC110 - the disk has its own thread
                 await asyncio.sleep(0.005)
             await writer.durable(tickets[-1])
@@ -332,7 +332,7 @@ def test_a_sync_that_fails_at_a_rollover_keeps_every_record(tmp_path, monkeypatc
             for _ in range(7):
                 number += 1
                 clock.advance_ms(1)
-                ticket = writer.append("request", request(number))
+                ticket = writer.append_request(request(number))
             while not writer.available or writer.stats.pending or failing.sync_fails:  # noqa: ASYNC110 - the disk has its own thread
                 await asyncio.sleep(0.002)
             await writer.durable(ticket)
@@ -353,7 +353,7 @@ def test_a_disk_that_stays_full_ends_close_with_an_error(tmp_path, monkeypatch):
         clock = ManualClock(START_MS)
         writer = AuditWriter.start(config(tmp_path), clock, asyncio.get_running_loop())
         failing.full = True
-        writer.append("request", request(1))
+        writer.append_request(request(1))
         with pytest.raises(AuditUnavailableError, match="2 audit records"):
             await writer.close()
 
@@ -369,7 +369,7 @@ def test_a_chain_started_on_a_full_disk_heals(tmp_path, monkeypatch):
         clock = ManualClock(START_MS)
         writer = AuditWriter.start(config(tmp_path), clock, asyncio.get_running_loop())
         assert not writer.available
-        writer.append("request", request(1))
+        writer.append_request(request(1))
         failing.full = False
         while not writer.available or writer.stats.pending:  # noqa: ASYNC110 - the disk has its own thread
             await asyncio.sleep(0.005)
@@ -398,7 +398,7 @@ def test_a_real_size_limit_is_survived(tmp_path):
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
             for n in range(40):
-                last = writer.append("request", request(n))
+                last = writer.append_request(request(n))
             while writer.available:
                 await asyncio.sleep(0.001)
             assert writer.stats.failures

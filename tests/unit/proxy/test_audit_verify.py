@@ -17,9 +17,9 @@ from tests.unit.proxy.audit_chains import (
     KEYS,
     SEED,
     START_MS,
+    as_table,
     classes,
     config,
-    request,
     verdict,
     verify,
     write_chain,
@@ -147,7 +147,7 @@ def test_swapped_lines_are_found_at_the_first(tmp_path, chain):
 def test_an_invented_line_is_content_mismatch_and_its_neighbours_hold(tmp_path, chain):
     lines = _lines(chain)
     forged = Chain("local/default/pod/uid/1", "seed1", "s256", bytes(32))
-    line = forged.line("request", request(9), START_MS * 10**6, 0)
+    line = forged.line("request", as_table(9), START_MS * 10**6, 0)
     _rewrite(chain, [*lines[:3], line, *lines[3:]])
     assert classes(tmp_path) == [("content_mismatch", 3)]
 

@@ -49,7 +49,7 @@ def _start(directory, clock=None, **changes):
 def test_records_are_in_order_of_append_with_no_gaps(tmp_path):
     async def scene():
         writer = _start(tmp_path)
-        assert [writer.append("request", request(n)) for n in range(600)] == list(range(1, 601))
+        assert [writer.append_request(request(n)) for n in range(600)] == list(range(1, 601))
         await writer.durable(600)
         assert writer.stats.head_seq == 600
         await writer.close()
@@ -76,7 +76,7 @@ def test_genesis_names_the_chain_before(tmp_path):
 def test_durable_waits_for_the_disk_and_wakes_everybody(tmp_path):
     async def scene():
         writer = _start(tmp_path, flush_ms=1)
-        seqs = [writer.append("request", request(n)) for n in range(3)]
+        seqs = [writer.append_request(request(n)) for n in range(3)]
         await asyncio.gather(*(writer.durable(seq) for seq in seqs))
         assert len(_records(writer.dir)) == 4
         await writer.durable(seqs[0])
@@ -93,8 +93,8 @@ def test_two_writers_on_one_directory_are_two_chains(tmp_path):
         two = _start(tmp_path, ManualClock(START_MS + 5), origin="two")
         assert one.dir != two.dir
         assert is_locked(one.dir)
-        one.append("request", request(1))
-        two.append("request", request(2))
+        one.append_request(request(1))
+        two.append_request(request(2))
         ends = [end.end for end in verify(tmp_path).chains]
         assert (verify(tmp_path).verdict, ends) == ("ok", ["open", "open"])
         await one.close()
@@ -115,7 +115,7 @@ def test_a_living_chain_with_a_half_written_line_is_open(tmp_path):
             file.write(b'{"being":"wri')
         assert [end.end for end in verify(tmp_path).chains] == ["open"]
         assert verdict(tmp_path) == ("ok", None)
-        writer.append("request", request(1))
+        writer.append_request(request(1))
         await writer.close()
 
     run(scene)
@@ -157,7 +157,7 @@ def test_a_fork_is_refused(tmp_path):
         child = os.fork()
         if child == 0:
             try:
-                writer.append("request", request(1))
+                writer.append_request(request(1))
             except AuditError:
                 os._exit(7)
             os._exit(0)
@@ -188,12 +188,14 @@ def test_hostile_strings_do_not_make_a_record_unwritable(tmp_path):
     async def scene():
         writer = _start(tmp_path)
         bad = "\ud800" + "\x01" * 70_000
-        members = request(1, model=bad, tenant=bad, served_model=bad, traceparent=bad)
-        writer.append("request", {**members, "usage": {"prompt": 1.5, "\ud800": None}})
+        writer.append_request(request(1, model=bad, tenant=bad, served_model=bad, traceparent=bad))
+        writer.append("alarm", {"what": bad, "usage": {"prompt": 1.5, "\ud800": None}})
         await writer.close()
         return writer.dir
 
-    assert _records(run(scene))[1]["usage"] == {"prompt": "1.5"}
+    records = _records(run(scene))
+    assert records[1]["model"] == "\ufffd" + "\x01" * 253
+    assert records[2]["usage"] == {"prompt": "1.5"}
     assert verdict(tmp_path) == ("ok", None)
 
 
@@ -214,13 +216,13 @@ def test_what_overflows_the_queue_is_counted_and_told_later(tmp_path, monkeypatc
 
     async def scene():
         writer = _start(tmp_path)
-        seqs = [writer.append("request", request(n)) for n in range(8)]
+        seqs = [writer.append_request(request(n)) for n in range(8)]
         assert LOST not in seqs
-        assert writer.append("request", request(8)) == LOST
-        assert writer.append("request", request(9, outcome="timeout")) == LOST
+        assert writer.append_request(request(8)) == LOST
+        assert writer.append_request(request(9, outcome="timeout")) == LOST
         assert not writer.available
         await writer.durable(seqs[-1])
-        assert writer.append("request", request(10)) == 10
+        assert writer.append_request(request(10)) == 10
         assert writer.available
         assert writer.stats.lost == 2
         await writer.close()
@@ -237,7 +239,7 @@ def test_after_close_records_are_lost_and_close_may_come_twice(tmp_path):
         writer = _start(tmp_path)
         await writer.close()
         await writer.close()
-        assert writer.append("request", request(1)) == LOST
+        assert writer.append_request(request(1)) == LOST
         assert not writer.available
 
     run(scene)
@@ -385,8 +387,8 @@ def test_a_commitment_holds_no_ids_and_off_holds_nothing(tmp_path):
 def test_a_very_long_plain_list_is_cut_and_counted(tmp_path):
     async def scene():
         writer = _start(tmp_path, token_ids="plain")
-        writer.append("request", request(1), [4_294_967_295] * 20_000)
-        writer.append("request", request(2), [-1])
+        writer.append_request(request(1), [4_294_967_295] * 20_000)
+        writer.append_request(request(2), [-1])
         await writer.close()
         return writer.dir
 

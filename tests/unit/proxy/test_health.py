@@ -205,7 +205,7 @@ def test_a_chain_that_cannot_be_written_blocks_or_is_noted(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(disk.os, "pwrite", full)
             patch.setattr(writer_module, "RETRY_S", 0.01)
-            seq = writer.append("request", request(1))
+            seq = writer.append_request(request(1))
             with pytest.raises(AuditUnavailableError):
                 await writer.durable(seq)
             found = health.unready(), health.notes()

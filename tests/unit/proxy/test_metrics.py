@@ -166,7 +166,7 @@ def full(tmp_path_factory):
         context.receiver = make_receiver()
         directory = tmp_path_factory.mktemp("audit")
         context.audit = AuditWriter.start(config(directory), context.clock, loop)
-        seq = context.audit.append("request", request(1, tenant="tenant-from-a-client"))
+        seq = context.audit.append_request(request(1, tenant="tenant-from-a-client"))
         await context.audit.durable(seq)
         text = scrape(context)
         await context.audit.close()

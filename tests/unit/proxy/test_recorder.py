@@ -92,12 +92,7 @@ def test_a_record_says_what_was_seen(tmp_path, shared):
         )
         seen.observe_answer(head)
         seen.observe_data(ANSWER)
-        seen.envelope = {
-            "envelope_kid": "aa" * 8,
-            "envelope_suite": 2,
-            "envelope_signature": False,
-            "envelope_mac": True,
-        }
+        seen.envelope = "aa" * 8, 2, False, True
         recorder.add(seen, "ok")
         recorder.flush()
         await writer.close()
