@@ -183,7 +183,7 @@ class WholeTree:
         while len(self._levels[-1]) > 1:
             row = self._levels[-1]
             pairs = zip(row[::2], row[1::2], strict=False)
-            self._levels.append([sha256(b"\1" + left + right).digest() for left, right in pairs])
+            self._levels.append([node_hash(left, right) for left, right in pairs])
 
     def root(self, first: int, size: int) -> bytes:
         """Return the root of the leaves [first, first + size), where RFC 6962 has a node."""

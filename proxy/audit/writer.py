@@ -119,7 +119,7 @@ class AuditWriter:
         self._closing = False
         self._drained: asyncio.Future[None] | None = None
         self._jobs: queue.SimpleQueue[tuple[list[Part], bool] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._sync_loop, name="audit-sync", daemon=True)
+        self._syncer = threading.Thread(target=self._sync_loop, name="audit-sync", daemon=True)
 
     @classmethod
     def start(
@@ -158,7 +158,7 @@ class AuditWriter:
             raise AuditError(f"audit directory {config.dir}: {committed.error}") from (
                 committed.error
             )
-        self._thread.start()
+        self._syncer.start()
         self._pending.hold(self._unsigned_end())
         self._await_checkpoint()
         self._done(committed, None)
@@ -275,7 +275,7 @@ class AuditWriter:
             self._timer = self._checkpoint_timer = None
             # The thread lets go of the files: it may be inside a write that hangs.
             self._jobs.put(None)
-            await self._loop.run_in_executor(None, self._thread.join, CLOSE_S)
+            await self._loop.run_in_executor(None, self._syncer.join, CLOSE_S)
 
     # Order: the loop's side.
 

@@ -161,7 +161,7 @@ async def crash(writer: AuditWriter) -> None:
     if writer._timer is not None:
         writer._timer.cancel()
     writer._jobs.put(None)
-    writer._thread.join()
+    writer._syncer.join()
 
 
 def write_chain(

@@ -45,7 +45,7 @@ async def _write(directory, number, *, close=True, witness=None):
     for record in range(120):
         clock.advance_ms(1000)
         tenant = "blue" if record % 3 else "red"
-        ticket = writer.append("request", request(record, tenant=tenant), [record])
+        ticket = writer.append_request(request(record, tenant=tenant), [record])
         if record % 5 == 0:
             await writer.durable(ticket)
     await (writer.close() if close else crash(writer))

@@ -48,7 +48,7 @@ async def _write(directory, number, records):
     writer = AuditWriter.start(values, clock, asyncio.get_running_loop())
     for record in range(records):
         clock.advance_ms(100)
-        ticket = writer.append("request", request(record))
+        ticket = writer.append_request(request(record))
         if record % 5 == 0:
             await writer.durable(ticket)
     await writer.close()
