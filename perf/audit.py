@@ -28,7 +28,7 @@ from proxy.audit.check import MacKeys
 from proxy.audit.layout import segments
 from proxy.audit.note import ED25519, Keyset
 from proxy.audit.prove import prove
-from proxy.audit.record import request_members
+from proxy.audit.request import RequestText, request_text
 from proxy.audit.setup import ChainConfig
 from proxy.audit.signing import NoteSigner
 from proxy.audit.tree import Range, leaf_hash
@@ -68,10 +68,10 @@ def _config(directory: Path) -> ChainConfig:
     )
 
 
-def _members(number: int) -> dict[str, object]:
-    """Return a record's members as `proxy.recorder` makes them, hashes included."""
+def _text(number: int) -> RequestText:
+    """Return a record's text as `proxy.recorder` makes them, hashes included."""
     output_hash, output_len = hashes.output_hash(KEY, {0: ANSWER})
-    return request_members(
+    return request_text(
         trace_id=f"1767225600000-00001-{number % 10_000:04d}",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         tenant="default",
@@ -96,13 +96,13 @@ def _members(number: int) -> dict[str, object]:
 async def _on_the_way(directory: Path, records: int) -> tuple[float, float]:
     """Return CPU microseconds a record: of the data loop's thread, and of all threads.
 
-    The loop makes hashes and members, chains and flushes; the sync thread writes, syncs and signs.
+    The loop makes hashes and text, chains and flushes; the sync thread writes, syncs and signs.
     """
     writer = AuditWriter.start(_config(directory), SystemClock(), asyncio.get_running_loop())
     begin, begin_loop = time.process_time_ns(), time.thread_time_ns()
     for number in range(0, records, BATCH):
         for n in range(number, number + BATCH):
-            ticket = writer.append_fitting("request", _members(n))
+            ticket = writer.append_request(_text(n))
         await asyncio.sleep(0)
         if len(writer._pending) > PENDING_RECORDS // 2:  # noqa: SLF001 - not to lose any
             await writer.durable(ticket)
@@ -115,11 +115,11 @@ async def _on_the_way(directory: Path, records: int) -> tuple[float, float]:
 async def _sustained(directory: Path, records: int) -> tuple[float, list[int]]:
     """Return (seconds, bytes of each batch) of writing as fast as it goes."""
     writer = AuditWriter.start(_config(directory), SystemClock(), asyncio.get_running_loop())
-    rows = [_members(n) for n in range(BATCH)]
+    rows = [_text(n) for n in range(BATCH)]
     begin, bytes_before, syncs_before = time.monotonic(), writer.stats.bytes, writer.stats.syncs
     for _ in range(0, records, BATCH):
         for row in rows:
-            ticket = writer.append_fitting("request", dict(row))
+            ticket = writer.append_request(row)
         await asyncio.sleep(0)
         if len(writer._pending) > 1024:  # noqa: SLF001 - as much as waits while a batch is synced
             await writer.durable(ticket - 512)

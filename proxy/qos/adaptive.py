@@ -24,7 +24,7 @@ from __future__ import annotations
 
 _MS = 1_000_000
 _S = 1_000 * _MS
-SLACK_NS = 5 * _MS  # waiting shorter than this harms nobody
+SLACK_NS = 8 * _MS  # waiting shorter than this harms nobody, and may be this process's own
 SAMPLES_MIN = 8
 SAMPLES_CHECK = 24  # when it is judged whether a cut has helped
 ERRORS = 3.0  # standard errors of a mean: less is chance

@@ -122,7 +122,7 @@ def chain(tmp_path, asked, number=1, records=100):
         clock = ManualClock(START_MS + number * 3_600_000)
         writer = AuditWriter.start(values, clock, asyncio.get_running_loop())
         for record in range(records):
-            ticket = writer.append("request", request(record))
+            ticket = writer.append_request(request(record))
             if record % 5 == 0:
                 await writer.durable(ticket)
         await writer.close()
@@ -243,7 +243,7 @@ def test_an_alarm_becomes_a_record(tmp_path, start, store):
         values = config(tmp_path / "audit", signers=(SIGNER,), checkpoint_records=5, witness=asked)
         writer = AuditWriter.start(values, ManualClock(START_MS), asyncio.get_running_loop())
         for record in range(20):
-            await writer.durable(writer.append("request", request(record)))
+            await writer.durable(writer.append_request(request(record)))
         writer.watch()
         now[0] += 61
         writer.watch()
