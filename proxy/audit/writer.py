@@ -68,10 +68,6 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _UNSIGNED_SLACK = 192
 
 
-def _no_load() -> tuple[int, int]:
-    return 0, 0
-
-
 class AuditWriter:
     """One chain, from its genesis to its `closed`. Made by `start`; all methods on the loop."""
 
@@ -127,7 +123,7 @@ class AuditWriter:
         config: ChainConfig,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
-        gauges: Callable[[], tuple[int, int]] = _no_load,
+        gauges: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> Self:
         """Open a new chain under `config.dir`: genesis, and `recovered` for each unended chain.
 
