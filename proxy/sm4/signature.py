@@ -68,7 +68,7 @@ class _Ed25519Verifier:
 
 
 class _Ed25519Signer:
-    """Ed25519 by `cryptography`."""
+    """Ed25519 by `cryptography`, where `ed25519` finds nothing that signs."""
 
     __slots__ = ("_key",)
 
@@ -108,7 +108,12 @@ def signer(scheme: str, private: bytes) -> Signer:
         from proxy.sm4.sm2 import Sm2Signer  # noqa: PLC0415 - see the module
 
         return Sm2Signer(private)
-    return _Ed25519Signer(private)
+    from proxy.sm4.ed25519 import Ed25519Signer, Ed25519UnavailableError  # noqa: PLC0415
+
+    try:
+        return Ed25519Signer(private)
+    except Ed25519UnavailableError:
+        return _Ed25519Signer(private)
 
 
 def is_public(scheme: str, public: bytes) -> bool:

@@ -583,4 +583,4 @@ def test_memory_after_one_request_through_each_door(tmp_path, upstream, keys):
         with Client(sidecar.sealed) as client:
             assert sealed.open(client.send(sealed.request()).answer())[0] == 200
         sidecar.admin_ask("GET", "/metrics")
-        assert sidecar.resident_bytes() <= 45 << 20
+        assert sidecar.resident_bytes() <= 44_000_000
