@@ -33,7 +33,7 @@ WAITING_SHARE = 0.15  # of what is in flight: fewer are noise
 HOLD_LEAST_NS = 3 * _S
 HOLD_MOST_NS = 48 * _S
 WINDOW_LEAST_NS = 50 * _MS  # hiccups shorter than that are averaged out
-DRIFT_NS = 30 * _S  # how slowly the time at rest follows what is no evidence
+DRIFT_NS = 120 * _S  # how slowly the time at rest follows what is no evidence
 STALE_NS = 60 * _S  # a window this old says nothing of now
 SETTLE_FACTOR = 4  # times the answer time: how long the old excess may take to leave
 
@@ -136,7 +136,8 @@ class AdaptiveLimit:
             self.baseline_ns = self._least_ns
         before_ns, self._before_ns = self._before_ns, 0
         fewer = peak / max(1, self._before_peak)
-        if before_ns and fewer <= 0.8 and mean_ns + error_ns / 2 > before_ns * (1 + fewer) / 2:
+        queued_ns = max(float(self.baseline_ns), before_ns * fewer)  # if it had been a queue
+        if before_ns and fewer <= 0.8 and mean_ns * 2 > before_ns + queued_ns:
             self.baseline_ns, self._baseline_error_ns = mean_ns, error_ns
             self._hold_until_ns = now_ns
             self._slow_start = True
