@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from proxy import gateways
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
 # Rooms with settings of their own; each checks its own names.
@@ -175,6 +176,9 @@ class Identity:
     pod_uid: str = setting("", "pod uid; empty: outside Kubernetes")
     node: str = setting("", "node name; empty: host name")
     tenant: str = setting("default", "tenant of the pod's own application")
+    gateways: tuple[str, ...] = setting(
+        (), "addresses or networks whose X-Tenant-Id is believed on the app door"
+    )
     image: str = setting("unknown", "image digest, in the audit genesis")
 
 
@@ -327,9 +331,10 @@ def load(text: str, environ: Mapping[str, str]) -> Settings:
 
 def cross_check(settings: Settings) -> list[str]:
     """Return what is wrong between settings that are each well formed."""
-    problems = []
-    if not _FIELD_VALUE.fullmatch(settings.identity.tenant):
+    problems, identity = [], settings.identity
+    if not _FIELD_VALUE.fullmatch(identity.tenant):
         problems.append("identity.tenant: expected at most 255 printable characters, no space")
+    problems += [f"identity.gateways: {what}" for what in gateways.mistakes(identity.gateways)]
     for name in ("app", "sealed", "admin"):
         address = getattr(settings.doors, name)
         if address:

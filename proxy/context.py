@@ -18,6 +18,7 @@ from proxy.audit.trace_id import TraceIds, machine_from_node
 from proxy.config import Settings, split_endpoint
 from proxy.connector import Upstreams
 from proxy.gates import Gates
+from proxy.gateways import network
 from proxy.http.http1 import HeadLimits
 from proxy.lanes import Route, Tenant, tenant_lanes
 from proxy.metrics import Counters
@@ -141,6 +142,7 @@ class Context:
         self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
         self.blocks_on_audit = settings.audit.on_failure == "block"
         self.own_tenant = settings.identity.tenant
+        self.gateways = tuple(network(text) for text in settings.identity.gateways)
         self.body_bytes_max = limits.body_bytes
         self.collect_bytes = limits.collect_bytes
         self._tenants: dict[str, Tenant] = {}
@@ -265,7 +267,8 @@ class Context:
             rules=rules_of(self.settings.qos.rules, name, "" if row is None else row.sla),
             bucket=self.gates.buckets.get(name),
         )
-        if len(self._tenants) < TENANTS_MAX:
+        # Whoever has a row is kept however many names gateways come up with.
+        if row is not None or len(self._tenants) < TENANTS_MAX:
             self._tenants[name] = made
         return made
 

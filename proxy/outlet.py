@@ -60,6 +60,7 @@ class Outlet:
         "_transport",
         "deadline_ns",
         "door",
+        "gateway",
         "peer",
         "write_paused",
     )
@@ -68,6 +69,7 @@ class Outlet:
         self._context = context
         self.door: DoorName = door
         self.peer = ""
+        self.gateway = False  # its X-Tenant-Id is believed
         self.deadline_ns = NEVER_NS
         self.write_paused = False
         self._transport: asyncio.Transport | None = None

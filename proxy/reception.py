@@ -19,10 +19,13 @@ from proxy.replier import Replier
 
 if TYPE_CHECKING:
     from proxy.context import Context
+    from proxy.http.http1 import RequestHead
     from proxy.lanes import Lane, Tenant
     from proxy.qos.admission import Refusal, Tier
     from proxy.sm4.opener import OpenedRequest
 
+TENANT_BYTES_MAX = 255
+VCHAR = bytes(range(0x21, 0x7F))
 EARLY_LOOK_BYTES = 64 << 10  # a body above it is not taken in for a queue that is full
 REFUSED = {
     "queue_full": "no place is left and the queue of class {qos} is full; try again in {s} s",
@@ -58,6 +61,8 @@ class Reception(Replier):
             raise too_large_sealed(context)
         if not sealed:
             self.tenant = context.own_tenant
+            if self.downstream.gateway:
+                self.tenant = named_tenant(head) or context.own_tenant
             fields = head.fields
             self._admit(fields.get(b"x-qos-class"), repeated=b"x-qos-class" in head.repeated)
 
@@ -313,6 +318,21 @@ class Reception(Replier):
             self.traceparent,
             framing,
         )
+
+
+def named_tenant(head: RequestHead) -> str:
+    """Return the tenant that a gateway's request names, or empty. Raises RequestError."""
+    value = head.fields.get(b"x-tenant-id")
+    if value is None:
+        return ""
+    # Two values have been joined by ", ", so there is a space in them.
+    if not 0 < len(value) <= TENANT_BYTES_MAX or value.translate(None, VCHAR):
+        raise RequestError(
+            "invalid_request",
+            "X-Tenant-Id is not one value of at most 255 printable characters without space",
+            param="X-Tenant-Id",
+        )
+    return value.decode("ascii")
 
 
 def shed(refusal: Refusal) -> RequestError:

@@ -63,6 +63,7 @@ class Client(Protocol):
 
     door: Literal["app", "sealed"]
     peer: str
+    gateway: bool
     deadline_ns: int
     write_paused: bool
 

@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from proxy.errors import RequestError
+from proxy.gateways import is_gateway
 from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, RequestHead, parse_request
 from proxy.outlet import NEVER_NS, Outlet, State
@@ -51,6 +52,8 @@ class Downstream(Outlet):
         connections.add(self)
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) else "unix"
+        if context.gateways and self.door == "app" and isinstance(peer, tuple):
+            self.gateway = is_gateway(context.gateways, self.peer)
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self.deadline_ns = context.clock.mono_ns() + context.times.keepalive_ns
 

@@ -69,7 +69,8 @@ def good_value(name, hint, meta, default):
         others = [v for v in typing.get_args(hint) if v != default]
         return others[0] if others else default
     if typing.get_origin(hint) is tuple:
-        return ["http://192.0.2.1:8000", "unix:/run/engine.sock"]
+        endpoints = ["http://192.0.2.1:8000", "unix:/run/engine.sock"]
+        return ["192.0.2.1", "2001:db8::/32"] if name == "identity.gateways" else endpoints
     if name == "envelope.replay_store_url":
         return "rediss://user@192.0.2.1:6379/1"
     if name == "audit.witness":
@@ -424,6 +425,39 @@ def test_tenants_of_another_shape_are_refused(text):
 @pytest.mark.parametrize("tenant", ["a b", "a\r\nX-QoS-Class: P0", "caf\u00e9", "a" * 256, "\x7f"])
 def test_a_tenant_that_cannot_stand_in_a_header_is_refused(tenant):
     assert problems("", {"TONGGUAN_IDENTITY_TENANT": tenant})[0].startswith("identity.tenant: ")
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        "",
+        "localhost",
+        "10.0.0",
+        "010.0.0.1",
+        "10.0.0.1/8",
+        "10.0.0.0/33",
+        "10.0.0.1:80",
+        "[::1]",
+        "::1/129",
+        "fe80::1%eth0",
+        "10.0.0.1 ",
+        "unix",
+        "\u0661.0.0.1",
+    ],
+)
+def test_a_gateway_that_is_no_address_or_network_is_a_mistake_named_at_start(gateway):
+    found = problems(f"[identity]\ngateways = ['10.0.0.1', '{gateway}', 'b']")
+    assert len(found) == 2
+    assert all(problem.startswith("identity.gateways: ") for problem in found)
+    assert repr(gateway) in found[0] or gateway in found[0]
+    assert "'b'" in found[1]
+
+
+def test_gateways_are_a_list_and_none_by_default():
+    assert load("", {}).identity.gateways == ()
+    given = load("", {"TONGGUAN_IDENTITY_GATEWAYS": "10.0.0.0/8, ::1"})
+    assert given.identity.gateways == ("10.0.0.0/8", "::1")
+    assert problems("[identity]\ngateways = '::1'")[0].startswith("identity.gateways: expected a")
 
 
 @pytest.mark.parametrize("host", ["a b", "a\r\nX-Tenant-Id: b", "\u4e2d"])

@@ -17,8 +17,8 @@ from proxy.reload import Loaded, changed, keep_fixed, newest
 # What a new context makes from the settings; all else it has to take over from the one before.
 MADE_ANEW = {
     "_bits", "_tenants", "blocks_on_audit", "body_bytes_max", "body_idle_ns", "clock",
-    "collect_bytes", "head_limits", "keys", "loop", "machine", "own_tenant", "routes", "settings",
-    "times", "wall_offset_ns",
+    "collect_bytes", "gateways", "head_limits", "keys", "loop", "machine", "own_tenant", "routes",
+    "settings", "times", "wall_offset_ns",
 }  # fmt: skip
 
 
@@ -107,6 +107,7 @@ def test_differences_are_named_down_to_the_tenant():
         ("[keys]\nfile = '/a'\n[limits]\nfields = 9", ["keys.file"]),
         ("[audit]\ndir = '/a'\n[identity]\ntenant = 't'", ["audit.dir", "identity.tenant"]),
         ("[envelope]\nfence_s = 0", ["envelope.fence_s"]),
+        ("[identity]\ngateways = ['127.0.0.1']", ["identity.gateways"]),
     ],
 )
 def test_what_needs_a_restart_is_kept_and_named(text, kept):
