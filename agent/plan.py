@@ -40,7 +40,7 @@ VARIABLES = frozenset(
         "TONGGUAN_UP_BASE_PORT",
         "TONGGUAN_UP_STATE",
         "TONGGUAN_UP_READY_S",
-    }  # fmt: skip
+    }
 )
 _COMMAND_S = 120.0
 
