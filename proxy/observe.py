@@ -81,7 +81,7 @@ class Observation(Exchange):
     answer_head: ResponseHead | None = None
     content_type = ""
     event_stream = False
-    between_events = True
+    _event_begun = False  # in a stream that cannot be read
 
     prompt_key: bytes | None = None
     _held = 0
@@ -224,9 +224,7 @@ class Observation(Exchange):
         """Follow answer bytes; return those to hand on now."""
         stream = self._stream
         if stream is not None:
-            handed = stream.feed(data)
-            self.between_events = stream.between_events
-            return handed
+            return stream.feed(data)
         pieces = self._answer_pieces
         if pieces is not None:
             shared, size = self.shared, len(data)
@@ -238,8 +236,14 @@ class Observation(Exchange):
                 shared.unobserved += 1
                 self._answer_pieces = None
         elif self.event_stream:
-            self.between_events = False  # unreadable: nobody can say where an event ends
+            self._event_begun = True  # nobody can say where it ends
         return data
+
+    @property
+    def between_events(self) -> bool:
+        """Say whether the last byte handed on closed an event, or none was begun."""
+        stream = self._stream
+        return not self._event_begun if stream is None else stream.between_events
 
     def observe_end(self) -> bytes:
         """Note the regular end of an answer that was handed on as it came; return the rest."""

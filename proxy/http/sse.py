@@ -5,9 +5,12 @@ section 9.2.5). `StreamObserver` reads OpenAI-style events out of it (content, u
 token ids) and either hands the bytes on untouched and at once, or, when an engine was asked for
 something on audit's behalf, hands on whole events with that cut out.
 
+What is handed on untouched is looked at a few events later, some at once: an event that comes alone
+finds the caches cold, and costs several times what it costs among others.
+
 Invariants: the bytes handed on are the bytes that came, less whole cut ranges; what is held is at
-most `event_bytes`, and beyond that everything passes as it comes (`lost`); upstream bytes never
-raise.
+most `event_bytes` and `BACKLOG_BYTES`, and beyond that everything passes as it comes (`lost`);
+upstream bytes never raise.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 TOKEN_IDS_MAX = 1 << 20
 """Token ids kept of one answer."""
+BACKLOG_BYTES = 8 << 10
+BACKLOG_FEEDS = 16
+"""What may wait to be looked at: bytes, and how many times some came."""
 
 # A lone CR is a line end, but never the CR of a CR LF.
 _EOL = rb"(?:\r\n|\n|\r(?!\n))"
@@ -135,24 +141,28 @@ class StreamObserver:
 
     __slots__ = (
         "_added",
+        "_backlog",
+        "_backlog_bytes",
+        "_finish",
         "_finished",
         "_ids",
         "_incomplete",
+        "_model",
         "_on_content",
         "_splitter",
-        "done",
-        "finish",
-        "model",
-        "usage",
+        "_told_done",
+        "_usage",
     )
 
     def __init__(
         self, on_content: Callable[[int, str], None], added: frozenset[str], event_bytes: int
     ) -> None:
-        self.usage: dict[str, Any] | None = None
-        self.finish: str | None = None
-        self.model = ""
-        self.done = False
+        self._usage: dict[str, Any] | None = None
+        self._finish: str | None = None
+        self._model = ""
+        self._told_done = False
+        self._backlog: list[bytes] = []
+        self._backlog_bytes = 0
         self._on_content = on_content
         self._added = added
         self._splitter = EventSplitter(event_bytes)
@@ -161,13 +171,39 @@ class StreamObserver:
         self._finished = False
 
     @property
+    def usage(self) -> dict[str, Any] | None:
+        """The last usage that was reported."""
+        self._catch_up()
+        return self._usage
+
+    @property
+    def finish(self) -> str | None:
+        """The finish reason of choice 0."""
+        self._catch_up()
+        return self._finish
+
+    @property
+    def model(self) -> str:
+        """The first model that was named."""
+        self._catch_up()
+        return self._model
+
+    @property
+    def done(self) -> bool:
+        """`[DONE]` was seen."""
+        self._catch_up()
+        return self._told_done
+
+    @property
     def token_ids(self) -> list[int]:
         """Token ids of choice 0, in order; empty when there were too many to keep."""
+        self._catch_up()
         return self._ids.tolist() if self._ids is not None else []
 
     @property
     def lost(self) -> bool:
         """What was observed is incomplete."""
+        self._catch_up()
         return self._incomplete or self._splitter.lost
 
     @property
@@ -178,23 +214,39 @@ class StreamObserver:
     @property
     def between_events(self) -> bool:
         """The upstream stands between two events."""
+        self._catch_up()
         return self._splitter.between_events
 
     def feed(self, data: bytes) -> bytes:
-        """Observe the next bytes; return those to hand on now."""
+        """Take the next bytes; return those to hand on now."""
+        if not self._added:
+            self._backlog.append(data)
+            self._backlog_bytes += len(data)
+            if self._backlog_bytes >= BACKLOG_BYTES or len(self._backlog) >= BACKLOG_FEEDS:
+                self._catch_up()
+            return data
         splitter = self._splitter
         events = splitter.feed(data)
         raw = events.pop() if splitter.lost else b""
-        if not self._added:
-            for event in events:
-                self._take(_payload(event)[0])
-            return data
         if len(events) == 1 and not raw:
             return self._cut(events[0])
         return b"".join([self._cut(event) for event in events]) + raw
 
+    def _catch_up(self) -> None:
+        """Look at what waits."""
+        backlog = self._backlog
+        if not backlog:
+            return
+        self._backlog, self._backlog_bytes = [], 0
+        events = self._splitter.feed(backlog[0] if len(backlog) == 1 else b"".join(backlog))
+        if self._splitter.lost:
+            events.pop()
+        for event in events:
+            self._take(_payload(event)[0])
+
     def finish_feed(self) -> bytes:
         """Return what is still held; for the end of the upstream."""
+        self._catch_up()
         if self._finished:
             return b""
         self._finished = True
@@ -214,7 +266,7 @@ class StreamObserver:
             event = decode(payload)
         except UNREADABLE:
             if payload == b"[DONE]":
-                self.done = True
+                self._told_done = True
             elif payload[:1] == b"{":
                 self._incomplete = True
             return None
@@ -229,13 +281,13 @@ class StreamObserver:
                 self._on_content(index, text)
             if index == 0:
                 if isinstance(choice.finish_reason, str):
-                    self.finish = choice.finish_reason[:TEXT_MAX]
+                    self._finish = choice.finish_reason[:TEXT_MAX]
                 if choice.token_ids:
                     self._take_ids(choice.token_ids)
         if event.usage and isinstance(event.usage, dict):
-            self.usage = event.usage
-        if not self.model and isinstance(event.model, str):
-            self.model = event.model[:TEXT_MAX]
+            self._usage = event.usage
+        if not self._model and isinstance(event.model, str):
+            self._model = event.model[:TEXT_MAX]
         return event
 
     def _take_ids(self, value: object) -> None:
