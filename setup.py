@@ -38,7 +38,7 @@ def path_extensions() -> list[Extension]:
         sys.stderr.write("setup: no mypyc: the data path stays interpreted\n")
         return []
     try:
-        made = mypycify([*MYPY, *compiled()], opt_level="3", debug_level="0", group_name=GROUP)
+        made = mypycify([*MYPY, *compiled()], opt_level="2", debug_level="0", group_name=GROUP)
     except SystemExit as problem:  # how it says that it refuses the source
         sys.stderr.write(f"setup: the data path stays interpreted: {problem}\n")
         return []

@@ -104,11 +104,6 @@ def test_wheel_holds_the_extensions_where_they_can_be_built(wheel: Path) -> None
     assert names == {"kernels/sm4/_sm4", "kernels/wire/_wire"} | path
 
 
-def test_the_data_path_can_be_left_interpreted(tmp_path: Path) -> None:
-    wheel = build(tmp_path / "tree", tmp_path, TONGGUAN_UP_COMPILE="no")
-    assert not [name for name in extensions(wheel) if name.startswith("proxy/")]
-
-
 def test_wheel_without_a_compiler_is_pure_and_works(tmp_path: Path) -> None:
     wheel = build(tmp_path / "tree", tmp_path, CC="/bin/false")
     assert extensions(wheel) == []
