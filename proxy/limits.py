@@ -1,7 +1,8 @@
 """Asking the node agent for its limits, twice a second.
 
-Quiet when nobody answers: a sidecar needs no agent. One connection is kept; an answer has 64 KiB
-and half a second. What an answer means is `qos.limits`' business.
+Quiet when nobody answers, and where nobody listens it asks less often: a sidecar needs no agent. One
+connection is kept; an answer has 64 KiB and half a second. What an answer means is `qos.limits`'
+business.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.qos.admission import Gate
 
 EVERY_S = 0.5
+UNANSWERED_S = 4.0  # where nobody has listened for a while
 ANSWER_BYTES_MAX = 64 << 10
 
 
@@ -56,8 +58,9 @@ class LimitsPoll:
 
     async def _run(self) -> None:
         loop, asked = self._loop, self._current.context.gates.agent
+        every_s = EVERY_S
         while True:
-            next_s = loop.time() + EVERY_S
+            begun_s = loop.time()
             try:
                 url = self._current.context.settings.qos.limits_url
                 if url != self._url:  # a reload may change it
@@ -66,15 +69,18 @@ class LimitsPoll:
                 if url:
                     async with asyncio.timeout(EVERY_S):
                         self._take(await self._ask(url))
-            except (OSError, TimeoutError, EOFError, NoLimitsError):
+                every_s = EVERY_S
+            except (OSError, TimeoutError, EOFError, NoLimitsError) as problem:
                 asked.absent += 1
                 self._close()
+                refused = isinstance(problem, ConnectionRefusedError)
+                every_s = min(UNANSWERED_S, 2 * every_s) if refused else EVERY_S
             except (HeadError, ChunkError, asyncio.LimitOverrunError):
                 asked.malformed += 1
                 self._close()
             except LimitsError:
                 pass  # counted
-            await asyncio.sleep(max(0.0, next_s - loop.time()))
+            await asyncio.sleep(max(0.0, begun_s + every_s - loop.time()))
 
     async def _ask(self, url: str) -> bytes:
         (host, port), path = split_url(url)
