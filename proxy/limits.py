@@ -1,8 +1,8 @@
 """Asking the node agent for its limits, twice a second.
 
-Quiet when nobody answers, and where nobody listens it asks less often: a sidecar needs no agent. One
-connection is kept; an answer has 64 KiB and half a second. What an answer means is `qos.limits`'
-business.
+Quiet when nobody answers, and where nobody listens it asks less often: a sidecar needs no agent.
+One connection is kept; an answer has 64 KiB and half a second. What an answer means is
+`qos.limits`' business.
 """
 
 from __future__ import annotations
