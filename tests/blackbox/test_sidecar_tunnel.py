@@ -157,10 +157,11 @@ def test_more_early_bytes_than_are_held_wait_and_arrive(sidecar, upstream):
         upstream.last()
         go.set()
         assert client.head().status == 101
-        assert far.wire.take(len(early)) == early
+        wire = until(lambda: far.wire, "the tunnel")
+        assert wire.take(len(early)) == early
         sender.join()
         client.close()
-        far.wire.close()
+        wire.close()
         far.over.set()
 
 
