@@ -185,7 +185,7 @@ PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count
 {
     (void)module;
     if (!sha256_find()) {
-        PyErr_SetString(PyExc_NotImplementedError, "no libcrypto is loaded here");
+        PyErr_SetString(PyExc_RuntimeError, "no libcrypto is loaded here");
         return NULL;
     }
     Context context;
