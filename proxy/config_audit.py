@@ -1,0 +1,51 @@
+"""Settings of the audit chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from proxy.config_address import split_endpoint
+from proxy.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The audit chain."""
+
+    enabled: bool = setting(True, "write an audit chain")
+    dir: str = setting("", "directory of the chains; empty: no audit (shown in readyz)")
+    token_ids: Literal["", "sealed", "commit", "plain", "off"] = setting(
+        "", "token ids in records; empty: sealed, which needs the auditor's key"
+    )
+    on_failure: Literal["block", "degrade"] = setting("degrade", "when a record cannot be written")
+    flush_ms: int = setting(5, "group interval", ge=1, le=1000)
+    flush_records: int = setting(256, "group size", ge=1, le=4096)
+    heartbeat_s: int = setting(30, "record after so long without one", ge=1)
+    segment_bytes: int = setting(64 << 20, "segment size", ge=1 << 16, le=64 << 20)
+    witness: str = setting(
+        "", "who cosigns checkpoints: http://host:port or unix:/path of an agent; empty: nobody"
+    )
+    witness_authorization_file: str = setting(
+        "", "file whose content becomes the Authorization header to the witness"
+    )
+    witness_late_s: int = setting(
+        300, "a witness that decides nothing for so long is an alarm; with block, not ready", ge=1
+    )
+    alg: Literal["s256", "sm3"] = setting("s256", "chain MAC: HMAC-SHA256 or HMAC-SM3")
+    prompt_hash_mode: Literal["keyed", "plain"] = setting(
+        "keyed", "plain lets a dictionary open prompt hashes"
+    )
+    observed_bytes: int = setting(64 << 20, "bodies held for hashing, together", ge=1 << 20)
+
+
+def audit_problems(audit: Audit) -> list[str]:
+    """Return what is wrong between settings of the audit chain."""
+    if audit.witness.startswith("https:"):
+        return ["audit.witness: expected http:// or unix:/path, of an agent on this node"]
+    if audit.witness:
+        try:
+            split_endpoint(audit.witness)
+        except ValueError as problem:
+            return [f"audit.witness: {problem}"]
+    return []

@@ -1,0 +1,63 @@
+"""Settings of the pools: upstream endpoints and how they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from proxy.config_address import FIELD_VALUE, split_endpoint
+from proxy.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """One group of upstream endpoints."""
+
+    endpoints: tuple[str, ...] = setting(
+        ("http://127.0.0.1:14100",),
+        "http://host:port, https://host:port or unix:/path, tried by least cost",
+    )
+    ca_file: str = setting("", "certificates that https endpoints are verified by; empty: system")
+    host: str = setting("", "Host sent upstream instead of the client's")
+    authorization_file: str = setting("", "file whose content becomes the Authorization header")
+    repeatable: bool = setting(False, "a request may be sent again after it was fully written")
+    token_ids: bool = setting(False, "the engine understands return_token_ids")
+    inflight: int = setting(512, "requests in flight", ge=1)
+    idle_connections: int = setting(64, "idle connections kept", ge=0)
+    keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
+    retry_percent: float = setting(10.0, "requests sent a second time; 0: none", ge=0, le=100)
+    overflow: bool = setting(False, "what finds no place goes on: P0 to shared, P1 to best_effort")
+    eject_errors: int = setting(5, "errors in a row that eject an endpoint; 0: never", ge=0)
+    eject_slow_factor: float = setting(
+        5.0, "first byte over the others' median that ejects an endpoint; 0: never", ge=0
+    )
+    eject_s: float = setting(10.0, "first ejection; each in a row is twice as long", ge=0.1)
+    eject_max_s: float = setting(300.0, "longest ejection", ge=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """The three pools a class is sent to."""
+
+    there_are: ClassVar[str] = "; there are dedicated, shared and best_effort"
+
+    dedicated: Pool = field(default_factory=Pool)
+    shared: Pool = field(default_factory=Pool)
+    best_effort: Pool = field(default_factory=Pool)
+
+
+def pools_problems(pools: Pools) -> list[str]:
+    """Return what is wrong between settings of the pools."""
+    problems = []
+    for name in ("dedicated", "shared", "best_effort"):
+        pool: Pool = getattr(pools, name)
+        if not FIELD_VALUE.fullmatch(pool.host):
+            problems.append(f"pools.{name}.host: expected printable characters, no space")
+        if not pool.endpoints:
+            problems.append(f"pools.{name}.endpoints: at least one endpoint")
+        for endpoint in pool.endpoints:
+            try:
+                split_endpoint(endpoint)
+            except ValueError as problem:
+                problems.append(f"pools.{name}.endpoints: {problem}")
+    return problems
