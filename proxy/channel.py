@@ -19,10 +19,10 @@ from proxy.sm4.replay import ReplayCache
 if TYPE_CHECKING:
     from proxy.context import Context
     from proxy.health import Health
-    from proxy.keys.provider import KeyProvider
+    from proxy.keys.provider import KeySet
 
 
-def start_channel(context: Context, health: Health, keys: KeyProvider) -> None:
+def start_channel(context: Context, health: Health, keys: KeySet) -> None:
     """Give the context its receiver; raises StartError or SettingsError."""
     settings = context.settings.envelope
     window_ms = settings.window_s * 1000

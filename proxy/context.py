@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
     from proxy.config import Pool
-    from proxy.keys.provider import KeyProvider
+    from proxy.keys.provider import KeySet
     from proxy.qos.classes import PoolName, QosClass
     from proxy.recorder import Recorder
     from proxy.reload import Loaded
@@ -120,7 +120,7 @@ class Context:
         self.turnstiles = self.gates.turnstiles
         self.connections: dict[str, set[Connection]] = {"app": set(), "sealed": set()}
         self.trace_ids = TraceIds(machine_from_node(machine))
-        self.keys: KeyProvider | None = None
+        self.keys: KeySet | None = None
         self.receiver: Receiver | None = None
         self.audit: AuditWriter | None = None
         self.recorder: Recorder | None = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from proxy.config import Settings, read
 from proxy.connector import trust
-from proxy.settings import FILE_NAME, SettingsError, flat, one_line
+from proxy.settings import FILE_NAME, SettingsError, file_mark, flat, one_line
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.config import Pool
-    from proxy.keys.provider import KeyProvider
+    from proxy.keys.provider import KeyProvider, KeySet
     from proxy.qos.classes import PoolName
 
 POLL_S = 2.0
@@ -36,8 +36,9 @@ SETTLE_S = 0.1
 SETTLE_TIMES_MAX = 50
 POOLS: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
 
-Print = dict[Path, tuple[int, int, int, int] | None]
-"""What tells a file from another one of its name, or from itself when it was written again."""
+Print = dict[Path | None, object]
+"""What tells each file from another one of its name, or from itself when it was written again; the
+keys' mark under None."""
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Loaded:
     """What was read, all of it good. `kept`: names whose new values need a restart."""
 
     settings: Settings
-    keys: KeyProvider | None = field(repr=False)
+    keys: KeySet | None = field(repr=False)
     authorization: Mapping[PoolName, bytes] = field(repr=False)
     trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Source:
         self._environ = environ
         self._start = settings
         self._first: Loaded | None = None
+        self._provider: KeyProvider | None = None
 
     def credentials(self, settings: Settings) -> Loaded:
         """Read keys and credentials; raises SettingsError with every problem."""
@@ -81,9 +83,9 @@ class Source:
                 problems += problem.problems
                 continue
             authorization[name] = b"Authorization: " + secret + b"\r\n" if secret else b""
-        keys: KeyProvider | None = None
+        keys: KeySet | None = None
         try:
-            keys = _keys(settings.keys.file)
+            keys = self._keys()
         except SettingsError as problem:
             problems += problem.problems
         if problems:
@@ -115,9 +117,41 @@ class Source:
             raise SettingsError(problems)
         return dataclasses.replace(loaded, kept=tuple(kept))
 
+    def provider(self) -> KeyProvider | None:
+        """Return where keys come from, None where none are named; raises SettingsError."""
+        row = self._start.keys  # cannot change while running
+        if self._provider is None and row.file:
+            from proxy.keys.provider import KeySourceError  # noqa: PLC0415 - only with keys
+            from proxy.keys.sources import open_provider  # noqa: PLC0415
+
+            try:
+                self._provider = open_provider(row)
+            except KeySourceError as problem:
+                raise SettingsError([f"keys.provider: {problem}"]) from None
+        return self._provider
+
+    def _keys(self) -> KeySet | None:
+        provider = self.provider()
+        if provider is None:
+            return None
+        from proxy.keys.provider import KeySourceError  # noqa: PLC0415 - only with keys
+
+        try:
+            return provider.load()
+        except KeySourceError as problem:
+            raise SettingsError([f"keys.{provider.kind}: {problem}"]) from None
+
+    def mark(self) -> object:
+        """Return what differs when the provider may give other keys."""
+        try:
+            provider = self.provider()
+        except SettingsError:
+            return None  # `credentials` tells it
+        return None if provider is None else provider.mark()
+
     def files(self, settings: Settings) -> list[Path]:
         """Return the files to look at."""
-        names = [settings.keys.file]
+        names = []
         for name in POOLS:
             pool: Pool = getattr(settings.pools, name)
             names += [pool.authorization_file, pool.ca_file]
@@ -161,7 +195,7 @@ def changed(one: Settings, other: Settings) -> list[str]:
     return sorted(n for n in left.keys() | right.keys() if left.get(n) != right.get(n))
 
 
-def kept_keys(new: KeyProvider | None, first: KeyProvider | None) -> list[str]:
+def kept_keys(new: KeySet | None, first: KeySet | None) -> list[str]:
     """Return what of a key file is used at the start only, and is another now."""
     if new is None or first is None:
         return []
@@ -173,7 +207,7 @@ def kept_keys(new: KeyProvider | None, first: KeyProvider | None) -> list[str]:
     return names
 
 
-def other_audience(new: KeyProvider | None, first: KeyProvider | None) -> list[str]:
+def other_audience(new: KeySet | None, first: KeySet | None) -> list[str]:
     """Return the problem of keys that are for somebody else: a receiver is one audience."""
     if new is None or first is None:
         return []
@@ -182,7 +216,7 @@ def other_audience(new: KeyProvider | None, first: KeyProvider | None) -> list[s
     return ["keys.file: its keys are not for the audience of those that were there at the start"]
 
 
-def unverifiable(keys: KeyProvider | None) -> list[str]:
+def unverifiable(keys: KeySet | None) -> list[str]:
     """Return the problem of keys whose signatures cannot be verified here.
 
     Libraries that new keys need are loaded by this, on the thread that reads.
@@ -196,17 +230,6 @@ def unverifiable(keys: KeyProvider | None) -> list[str]:
     except KeyringError as problem:
         return [f"keys.file: {problem}"]
     return []
-
-
-def _keys(file: str) -> KeyProvider | None:
-    if not file:
-        return None
-    from proxy.keys.file import FileProvider, KeyFileError  # noqa: PLC0415 - only with keys
-
-    try:
-        return FileProvider(Path(file))
-    except (KeyFileError, OSError) as problem:
-        raise SettingsError([f"keys.file: {problem}"]) from None
 
 
 class Watcher:
@@ -272,12 +295,7 @@ class Watcher:
         self._loop.call_soon_threadsafe(self._take, result)
 
     def _print(self) -> Print:
-        rows: Print = {}
+        rows: Print = {None: self._source.mark()}
         for file in self._source.files(self._settings):
-            try:
-                status = file.stat()
-            except OSError:
-                rows[file] = None
-            else:
-                rows[file] = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+            rows[file] = file_mark(file)
         return rows

@@ -2,7 +2,7 @@
 
 A section is a frozen dataclass of `setting(...)` fields: default, meaning with its unit, bounds.
 `build` fills it from a table and from variables, and collects every mistake. The agent declares its
-own settings in the same way. Pure, but for `source` and `one_line`, which read a file.
+own settings in the same way. Pure, but for `source`, `file_mark` and `one_line`: they touch a file.
 """
 
 from __future__ import annotations
@@ -222,6 +222,18 @@ def source(path: str | None) -> tuple[Path | None, str]:
         raise SettingsError([f"{file}: {problem.strerror}"]) from None
     except UnicodeDecodeError:
         raise SettingsError([f"{file}: not UTF-8"]) from None
+
+
+def file_mark(file: Path) -> tuple[int, int, int, int] | None:
+    """Return what tells a file from another of its name, or from itself when written again.
+
+    None: it cannot be looked at. A link is what it leads to.
+    """
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def one_line(file: str, name: str) -> bytes:

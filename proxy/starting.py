@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.audit.witness import WitnessClient
     from proxy.clock import SystemClock
     from proxy.context import Context
-    from proxy.keys.provider import KeyProvider
+    from proxy.keys.provider import KeySet
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def start_audit(
     settings: Settings,
     context: Context,
-    keys: KeyProvider | None,
+    keys: KeySet | None,
     clock: SystemClock,
     node: str,
     worker: int | None,
@@ -80,7 +80,7 @@ def start_audit(
     context.observing.enabled = True
 
 
-def _signers(keys: KeyProvider | None) -> tuple[NoteSigner, ...]:
+def _signers(keys: KeySet | None) -> tuple[NoteSigner, ...]:
     rows = () if keys is None else keys.checkpoint_keys()
     if not rows:
         log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")

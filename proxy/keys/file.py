@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.keys.provider import KeySourceError
 from proxy.sm4.keyring import PAD_BYTES_DEFAULT, EnvelopeKey, Keyring, KeyringError
 from proxy.sm4.signature import PUBLIC_BYTES
 
@@ -30,7 +31,7 @@ MODE = 0o600
 _FORBIDDEN_BITS = 0o077
 
 
-class KeyFileError(Exception):
+class KeyFileError(KeySourceError):
     """A key file is refused; the message names the file and what to do, never a secret."""
 
 
@@ -93,46 +94,6 @@ class KeyFile:
     auditor_private: bytes | None
     checkpoint_keys: tuple[tuple[str, str, bytes], ...] = ()
     verify_keys: tuple[str, ...] = ()
-
-
-class FileProvider:
-    """A `KeyProvider` over one file, read once. Raises `KeyFileError` or OSError."""
-
-    __slots__ = ("_audiences", "_file")
-
-    def __init__(self, path: Path) -> None:
-        self._file = read(path)
-        self._audiences = frozenset(key.audience for key in self._file.envelope_keys)
-        if self._file.role != "sidecar":
-            raise KeyFileError(f"{path}: made for the {self._file.role}, not for a sidecar")
-
-    def envelope_keys(self) -> list[EnvelopeKey]:
-        """See `KeyProvider.envelope_keys`."""
-        return list(self._file.envelope_keys)
-
-    def forget_envelope_keys(self) -> None:
-        """See `KeyProvider.forget_envelope_keys`."""
-        self._file = replace(self._file, envelope_keys=())
-
-    def audiences(self) -> frozenset[str]:
-        """See `KeyProvider.audiences`."""
-        return self._audiences
-
-    def prompt_key(self, tenant: str) -> bytes | None:
-        """See `KeyProvider.prompt_key`."""
-        return self._file.prompt_keys.get(tenant)
-
-    def chain_seed(self) -> tuple[str, bytes] | None:
-        """See `KeyProvider.chain_seed`."""
-        return self._file.chain_seeds[-1] if self._file.chain_seeds else None
-
-    def auditor_public(self) -> bytes | None:
-        """See `KeyProvider.auditor_public`."""
-        return self._file.auditor_public
-
-    def checkpoint_keys(self) -> tuple[tuple[str, str, bytes], ...]:
-        """See `KeyProvider.checkpoint_keys`."""
-        return self._file.checkpoint_keys
 
 
 def read(path: Path) -> KeyFile:

@@ -177,6 +177,18 @@ def write(directory: Path, files: Mapping[str, KeyFile], *, force: bool, suffix:
     return list(targets.values())
 
 
+def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
+    """Put `data` in the place of a key file, whole or not at all; raises OSError."""
+    temporary = path.with_name(f".{path.name}.{suffix}")
+    _write_new(temporary, data)
+    try:
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
 def _write_new(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     try:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from proxy.keys.cli import keys
 from proxy.keys.file import (
-    FileProvider,
     KeyFile,
     KeyFileError,
     check_access,
@@ -26,6 +25,7 @@ from proxy.keys.file import (
     read,
 )
 from proxy.keys.issue import DAY_MS, NOT_BEFORE_SLACK_MS, Order, issue, write
+from proxy.keys.local import FileProvider
 from proxy.sm4 import sm2
 from proxy.sm4.keyring import KeyringError
 from proxy.sm4.signature import SM2, draw, signer
@@ -190,7 +190,7 @@ def test_the_provider_gives_what_the_file_holds(tmp_path: Path) -> None:
     files = issued()
     write(tmp_path, files, force=False, suffix="1")
 
-    provider = FileProvider(tmp_path / "sidecar.json")
+    provider = FileProvider(tmp_path / "sidecar.json").load()
 
     assert tuple(provider.envelope_keys()) == files["sidecar"].envelope_keys
     assert provider.prompt_key("team-a") == files["sidecar"].prompt_keys["team-a"]
@@ -205,7 +205,7 @@ def test_the_last_chain_seed_is_the_one_in_use(tmp_path: Path) -> None:
     path.write_text(json.dumps(document(chain_seeds=rows)))
     path.chmod(0o600)
 
-    assert FileProvider(path).chain_seed() == ("new", b"\x11" * 32)
+    assert FileProvider(path).load().chain_seed() == ("new", b"\x11" * 32)
 
 
 def test_a_file_with_little_in_it_gives_none(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_file_with_little_in_it_gives_none(tmp_path: Path) -> None:
     path.write_text('{"format": "tongguan-keys/1", "role": "sidecar"}')
     path.chmod(0o600)
 
-    provider = FileProvider(path)
+    provider = FileProvider(path).load()
 
     assert provider.envelope_keys() == []
     assert provider.chain_seed() is None
@@ -225,7 +225,7 @@ def test_a_sidecar_takes_no_file_of_another_role(tmp_path: Path, role: str) -> N
     write(tmp_path, issued(), force=False, suffix="1")
 
     with pytest.raises(KeyFileError, match=f"made for the {role}"):
-        FileProvider(tmp_path / f"{role}.json")
+        FileProvider(tmp_path / f"{role}.json").load()
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o644, 0o660, 0o666, 0o601, 0o777])
@@ -497,7 +497,7 @@ def test_malformed_members_for_signatures_are_named(change: dict[str, Any], prob
 
 def test_a_provider_keeps_no_root_once_it_has_handed_them_over(tmp_path: Path) -> None:
     run("new", "--dir", str(tmp_path), "--audience", "a/b/c")
-    provider = FileProvider(tmp_path / "sidecar.json")
+    provider = FileProvider(tmp_path / "sidecar.json").load()
     (key,) = provider.envelope_keys()
 
     provider.forget_envelope_keys()
