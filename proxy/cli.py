@@ -34,7 +34,8 @@ class Rooms(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order people need them."""
         del ctx
-        order = ["up", "ask", "sidecar", "agent", "keys", "audit", "memory", "config", "version"]
+        order = ["up", "ask", "sidecar", "agent", "keys", "seal", "open", "audit"]
+        order += ["memory", "config", "version"]
         names = self._points()
         return [n for n in order if n in names] + sorted(n for n in names if n not in order)
 

@@ -8,7 +8,7 @@ request had one, the MAC. Anything but an envelope is refused.
 from __future__ import annotations
 
 import hmac
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.sm4.cipher import TagError
 from proxy.sm4.digest import Digest, new_digest
@@ -29,10 +29,34 @@ from proxy.sm4.envelope import (
     unpad,
 )
 from proxy.sm4.frames import RawFrames, SseFrames, StreamCipher
-from proxy.sm4.sealer import EVENT_STREAM, RequestSealer
+from proxy.sm4.sealer import EVENT_STREAM
 
 if TYPE_CHECKING:
     from proxy.sm4.keyring import Derived
+
+
+class Asked(Protocol):
+    """What an answer depends on of its request; a `RequestSealer` is one."""
+
+    @property
+    def derived(self) -> Derived:
+        """The key of the request."""
+        ...
+
+    @property
+    def model(self) -> bytes:
+        """The model id as in the AAD."""
+        ...
+
+    @property
+    def mac(self) -> bool:
+        """Whether the request had a MAC."""
+        ...
+
+    @property
+    def nonce(self) -> bytes:
+        """N of the request."""
+        ...
 
 
 class AnswerOpener:
@@ -61,7 +85,7 @@ class AnswerOpener:
 
     def __init__(
         self,
-        request: RequestSealer,
+        request: Asked,
         content_type: str | None,
         content_encoding: str | None,
     ) -> None:

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from proxy.ask import AskError
 from proxy.cli import GROUP, PLAIN_URL, SEALED_URL, SETTINGS_GROUP, main
 
-COMMANDS = ["up", "ask", "sidecar", "agent", "keys", "audit", "memory", "config", "version"]
+COMMANDS = ["up", "ask", "sidecar", "agent", "keys", "seal", "open", "audit"]
+COMMANDS += ["memory", "config", "version"]
 
 
 @pytest.fixture
