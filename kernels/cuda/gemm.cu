@@ -1,9 +1,10 @@
 // 1 to 64 rows of x times four-bit weights by tensor cores.
 //
-// The weights are the 16-row operand and x the 8-column one: a batch of 8 wastes nothing, and what a
-// lane must hold of the weights is what a 16-byte piece of our layout holds. The sum over k may take
-// k in any order as long as both operands do: lane 4g + t takes the word t of a row's four words, so
-// of each 32 k the eight from 8t on, as two steps of mma.m16n8k16. No shuffle, no second layout.
+// The weights are the 16-row operand and x the 8-column one: a batch of 8 wastes nothing, and what
+// a lane must hold of the weights is what a 16-byte piece of our layout holds. The sum over k may
+// take k in any order as long as both operands do: lane 4g + t takes the word t of a row's four
+// words, so of each 32 k the eight from 8t on, as two steps of mma.m16n8k16. No shuffle, no second
+// layout.
 //
 // A block owns 64 rows of weights, 16 for each of its warps, and a share of k (grid.y). A pipeline
 // of copies brings codes, scales and x of 128 k at a time. With several shares the last block to
@@ -14,7 +15,7 @@
 #define GEMM_ROWS 64
 #define GEMM_DEPTH 128
 #define GEMM_STAGES 4
-#define GEMM_X_BYTES 272     // a row of x in a stage: 256 and a step aside, so no two rows of 8 meet
+#define GEMM_X_BYTES 272     // a row of x in a stage: 256 and a step aside: no bank twice
 #define GEMM_CODE_BYTES 80   // a row of codes in a stage: 64 and a step aside
 #define GEMM_META_BYTES 1024 // scales of up to 4 groups of 64 rows
 
@@ -102,7 +103,8 @@ DEVICE void gemm_store(const GemmArguments &a, int m, int r, float value, float 
 
 // The block's 64 x 8 TILES sums: into `partial`, and by the last block of all shares, added up.
 // True for that block; then `acc` holds the whole sums.
-template <int TILES> DEVICE bool gemm_last(const GemmArguments &a, u8 *shared, float acc[TILES][4]) {
+template <int TILES>
+DEVICE bool gemm_last(const GemmArguments &a, u8 *shared, float acc[TILES][4]) {
     int shares = gridDim.y, per_share = TILES * 4 * GEMM_THREADS;
     float *mine = a.partial + (u64)blockIdx.x * shares * per_share + threadIdx.x;
 #pragma unroll

@@ -147,8 +147,8 @@ template <int PENDING> DEVICE void copy_wait() {
     f.copies = kept;
 }
 
-// Every lane shows 24 bytes, then sees all others'. Two boards in turn: nobody is a whole collective
-// ahead of a lane that still reads.
+// Every lane shows 24 bytes, then sees all others'. Two boards in turn: nobody is a whole
+// collective ahead of a lane that still reads.
 DEVICE const u32 *shim_board(const u32 *mine, int words) {
     shim::Fiber &f = shim::fibers[shim::self];
     u32 *board = shim::boards[shim::self / 32][f.collectives++ % 2];
