@@ -5,7 +5,8 @@ would; what it is not sure of (a refusal, an incomplete head, anything unusual) 
 twin, whose word it is. So a machine without a compiler loses speed and nothing else: `heads`,
 `chunks` and `bodies` then return the twins.
 
-Beside them, `macs`: HMAC-SHA256 and SHA-256 of short messages, on the libcrypto that hashlib loads.
+Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-256 of short messages;
+`requests`, a verifier's plain case; `trees`, many leaves of a Merkle tree at a time.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -37,6 +38,8 @@ _View = TypeVar("_View", bound="Callable[..., object]")
 _Cut = TypeVar("_Cut", bound="Callable[..., object]")
 _Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
 _Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
+_Take = TypeVar("_Take", bound="Callable[..., object]")
+_Grow = TypeVar("_Grow", bound="Callable[..., int]")
 
 
 class Grammar(NamedTuple):
@@ -115,4 +118,31 @@ def macs(mac: _Mac, sha256: _Hash) -> tuple[_Mac, _Hash]:
         return mac, sha256
     assert _wire is not None
     quick: tuple[_Mac, _Hash] = _wire.Mac, _wire.sha256
+    return quick
+
+
+def requests(take: _Take) -> _Take:
+    """Return take_requests(data, start, stop, mac, origin, ...) in place of the given twin.
+
+    It takes stored lines as long as each is a record of a request that continues the one before it
+    in every respect, and says where the first other one begins. What it is not sure of it leaves;
+    it makes no finding. Its MACs are `macs`' or None, not checked. It lets go of the GIL.
+    """
+    if not hasattr(_wire, "Mac"):
+        return take
+    assert _wire is not None
+    quick: _Take = _wire.take_requests
+    return quick
+
+
+def trees(grow: _Grow) -> _Grow:
+    """Return grow(begin, end, sizes, hashes, data, lines) in place of the given twin.
+
+    It appends to the nodes of the leaves [begin, end), and returns the new end: `data` is leaf
+    hashes, 32 bytes each, or with `lines` stored lines to be hashed. It lets go of the GIL.
+    """
+    if not hasattr(_wire, "Mac"):
+        return grow
+    assert _wire is not None
+    quick: _Grow = _wire.grow
     return quick

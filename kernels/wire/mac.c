@@ -4,11 +4,11 @@
  * is everything around it: looking up an algorithm, and a context on the heap for each of the two
  * hashes of a MAC. Where no loaded libcrypto offers these functions, none of this is available.
  */
-#include "wire.h"
+#include "mac.h"
 
 #include <dlfcn.h>
 
-enum { HASH_BYTES = 32, BLOCK_BYTES = 64 };
+enum { BLOCK_BYTES = 64 };
 
 /* SHA256_CTX of OpenSSL 1.0 to 3 has 112 bytes; nobody relies on what is behind them. */
 typedef union {
@@ -22,8 +22,8 @@ static struct {
     int (*final)(unsigned char *, void *);
 } sha256;
 
-/* Finds the functions once; true if they are there. */
-static bool sha256_find(void)
+/* Finds the functions once. */
+bool mac_available(void)
 {
     static const char *const libraries[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
     for (size_t i = 0; i < sizeof libraries / sizeof *libraries && sha256.final == NULL; i++) {
@@ -72,27 +72,50 @@ static int feed(Context *context, PyObject *const *parts, Py_ssize_t count, bool
     return 0;
 }
 
-static PyObject *hex(const uint8_t hash[HASH_BYTES])
+void hex_write(const uint8_t hash[HASH_BYTES], char out[MAC_HEX])
 {
     static const char digits[] = "0123456789abcdef";
-    PyObject *text = PyUnicode_New(2 * HASH_BYTES, 127);
-    if (text == NULL) {
-        return NULL;
-    }
-    Py_UCS1 *out = PyUnicode_1BYTE_DATA(text);
     for (int i = 0; i < HASH_BYTES; i++) {
-        *out++ = (Py_UCS1)digits[hash[i] >> 4];
-        *out++ = (Py_UCS1)digits[hash[i] & 15];
+        *out++ = digits[hash[i] >> 4];
+        *out++ = digits[hash[i] & 15];
+    }
+}
+
+static int nibble(uint8_t c)
+{
+    if ((uint8_t)(c - '0') < 10) {
+        return c - '0';
+    }
+    return (uint8_t)(c - 'a') < 6 ? c - 'a' + 10 : -1;
+}
+
+bool hex_read(const uint8_t text[MAC_HEX], uint8_t hash[HASH_BYTES])
+{
+    int bad = 0;
+    for (int i = 0; i < HASH_BYTES; i++) {
+        int high = nibble(text[2 * i]), low = nibble(text[2 * i + 1]);
+        bad |= high | low;
+        hash[i] = (uint8_t)(high * 16 + low);
+    }
+    return bad >= 0;
+}
+
+static PyObject *hex(const uint8_t hash[HASH_BYTES])
+{
+    PyObject *text = PyUnicode_New(MAC_HEX, 127);
+    if (text != NULL) {
+        hex_write(hash, (char *)PyUnicode_1BYTE_DATA(text));
     }
     return text;
 }
 
 /* --- a key, absorbed once --------------------------------------------------------------------- */
 
-typedef struct {
+struct MacObject {
     PyObject_HEAD
     Context inner, outer;
-} Mac;
+};
+typedef struct MacObject Mac;
 
 static PyObject *mac_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -181,10 +204,37 @@ static PyType_Spec mac_spec = {
     .slots = mac_slots,
 };
 
+bool mac_check(PyObject *object)
+{
+    /* The type is immutable and has no subclasses; one interpreter's is like another's. */
+    return Py_TYPE(object)->tp_dealloc == mac_dealloc;
+}
+
+void mac_compute(const Mac *mac, Span first, Span second, uint8_t hash[HASH_BYTES])
+{
+    Context context = mac->inner;
+    sha256.update(&context, first.at, (size_t)first.size);
+    sha256.update(&context, second.at, (size_t)second.size);
+    sha256.final(hash, &context);
+    context = mac->outer;
+    sha256.update(&context, hash, HASH_BYTES);
+    sha256.final(hash, &context);
+}
+
+void hash_tagged(uint8_t tag, Span first, Span second, uint8_t hash[HASH_BYTES])
+{
+    Context context;
+    sha256.init(&context);
+    sha256.update(&context, &tag, 1);
+    sha256.update(&context, first.at, (size_t)first.size);
+    sha256.update(&context, second.at, (size_t)second.size);
+    sha256.final(hash, &context);
+}
+
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count)
 {
     (void)module;
-    if (!sha256_find()) {
+    if (!mac_available()) {
         PyErr_SetString(PyExc_RuntimeError, "no libcrypto is loaded here");
         return NULL;
     }
@@ -200,7 +250,7 @@ PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count
 
 int wire_add_mac(PyObject *module)
 {
-    if (!sha256_find()) {
+    if (!mac_available()) {
         return 0;
     }
     PyObject *type = PyType_FromModuleAndSpec(module, &mac_spec, NULL);

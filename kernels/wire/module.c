@@ -122,6 +122,11 @@ static PyMethodDef module_methods[] = {
      "Append the payload of each chunk that `data` begins with; return where they end."},
     {"sha256", (PyCFunction)(void (*)(void))wire_sha256, METH_FASTCALL,
      "sha256(*parts)\n--\n\nReturn SHA-256 of the parts, joined; where Mac is there."},
+    {"take_requests", (PyCFunction)(void (*)(void))wire_take_requests, METH_FASTCALL,
+     "take_requests(data, start, stop, mac, origin, key_id, prev, seq, wall_ns, mono_ns,\n"
+     "              quiet_ns, outcomes, phases, /)\n--\n\nSee kernels.wire.requests."},
+    {"grow", (PyCFunction)(void (*)(void))wire_grow, METH_FASTCALL,
+     "grow(begin, end, sizes, hashes, data, lines, /)\n--\n\nSee kernels.wire.trees."},
     {NULL, NULL, 0, NULL},
 };
 

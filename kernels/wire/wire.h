@@ -131,6 +131,8 @@ extern PyType_Spec wire_bodies_spec;
 int wire_add_mac(PyObject *module);
 
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);
+PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -12,18 +12,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit import canonical
-from proxy.audit.chain import ZERO_MAC, Hmac, chain_key, next_key, parse_key_id
+from proxy.audit.chain import ZERO_MAC, chain_key, mac, next_key, parse_key_id
 from proxy.audit.findings import INFORMATION, Finding, Place
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
 from proxy.audit.note import Keyset
+from proxy.audit.plain import Before, Taken, take
 from proxy.audit.reader import Fault, Line, parse_line
 from proxy.audit.signed import Expected, SignedCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from proxy.audit.ahead import Run
+    from proxy.audit.chain import Mac
+
 HEARTBEAT_TOLERANCE = 1.5
 _HMACS_KEPT = 16
+_QUIET_MAX_NS = (1 << 63) - 1
 
 
 class MacKeys:
@@ -31,9 +36,9 @@ class MacKeys:
 
     def __init__(self, seeds: Mapping[str, bytes]) -> None:
         self._seeds = dict(seeds)
-        self._hmacs: dict[tuple[str, str], Hmac] = {}
+        self._hmacs: dict[tuple[str, str], Mac] = {}
 
-    def hmac(self, key_id: str, origin: str) -> Hmac | None:
+    def hmac(self, key_id: str, origin: str) -> Mac | None:
         """Return the MAC under a record's key id, or None where no seed of ours is meant."""
         found = self._hmacs.get((key_id, origin))
         if found is not None:
@@ -47,7 +52,7 @@ class MacKeys:
             key = next_key(key)
         if len(self._hmacs) >= _HMACS_KEPT:
             self._hmacs.clear()
-        self._hmacs[key_id, origin] = made = Hmac(alg, key)
+        self._hmacs[key_id, origin] = made = mac(alg, key)
         return made
 
     @property
@@ -58,6 +63,11 @@ class MacKeys:
     def seed(self, seed_id: str) -> bytes | None:
         """Return a seed."""
         return self._seeds.get(seed_id)
+
+
+def quiet_ns(heartbeat_ns: int) -> int:
+    """Return the longest silence between two records that is none to report; 0: any."""
+    return min(int(heartbeat_ns * HEARTBEAT_TOLERANCE), _QUIET_MAX_NS)
 
 
 @dataclass(slots=True)
@@ -159,6 +169,67 @@ class ChainCheck:
         else:
             self._take(line, place)
         self.signed.add(raw[:-1] if raw.endswith(b"\n") else raw)
+
+    def feed_plain(self, data: bytes, start: int, stop: int) -> int:
+        """Take lines of `data` as long as there is nothing to say of them; returns where that ends.
+
+        What `feed` would do with each of them, many at a time.
+        """
+        before = self._plain_before()
+        if before is None:
+            return start
+        mac = None if self._keys is None else self._keys.hmac(before.key_id, before.origin)
+        if self._keys is not None and mac is None and before.key_id not in self._unknown_keys:
+            return start
+        taken = take(data, start, stop, mac, before)
+        if taken.records:
+            self._went_on(taken)
+            self.signed.add_leaves(taken.leaves)
+        return taken.end
+
+    def feed_run(self, run: Run) -> bool:
+        """Take what another process made of these lines, if that is what they are from here on."""
+        before = self._plain_before()
+        if before is None or before != run.before:
+            return False
+        mac = None if self._keys is None else self._keys.hmac(before.key_id, before.origin)
+        if self._keys is not None and mac is None and before.key_id not in self._unknown_keys:
+            return False
+        if run.mac_checked != (mac is not None) or not self.signed.join(run.nodes()):
+            return False
+        self._went_on(run.taken)
+        return True
+
+    def _plain_before(self) -> Before | None:
+        """Return what the next line has to continue, or None where it is not a plain case."""
+        macs = self._macs
+        if macs is None or len(macs) != 1 or self._low != self._high or not self.records:
+            return None
+        if not self._segment_lines or self._segment_ended or self.closed or not self._key_id:
+            return None
+        (prev,) = macs
+        return Before(
+            self.origin,
+            self._key_id,
+            prev,
+            self._high,
+            self.last_wall_ns,
+            self._last_mono_ns,
+            quiet_ns(self.heartbeat_ns),
+        )
+
+    def _went_on(self, taken: Taken) -> None:
+        """Move on as behind the last of some plain lines."""
+        self._segment_lines += taken.records
+        self.records += taken.records
+        self._low = self._high = self._high + taken.records
+        self._last_mac = taken.prev.decode()
+        self._macs = {self._last_mac}
+        self.last_wall_ns, self._last_mono_ns = taken.wall_ns, taken.mono_ns
+        self.signed.saw("request", taken.first_mono_ns)
+        self.signed.saw("request", taken.mono_ns)
+        if taken.ids_end > self.ids.end:
+            self.ids.end, self.ids.last_seq = taken.ids_end, taken.ids_seq
 
     def _distrust(self, records: int, mac: str | None) -> None:
         self._high += records

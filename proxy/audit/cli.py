@@ -67,6 +67,8 @@ _keys_option = click.option(
 )
 @click.option("--live", is_flag=True, help="Also demand that open chains are fresh right now.")
 @click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
+@click.option("--jobs", metavar="N", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Processes that read segments ahead; the findings are the same.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
     directory: Path,
@@ -74,6 +76,7 @@ def verify(
     checkpoints: tuple[Path, ...],
     live: bool,
     since: str | None,
+    jobs: int,
     as_json: bool,
 ) -> None:
     """Say whether the chains in DIR are whole and unaltered.
@@ -97,6 +100,7 @@ def verify(
     \b
     tongguan audit verify /var/lib/tongguan/audit --keys auditor.json
     tongguan audit verify copy/ --since 2026-01-01T00:00:00+08:00 --json
+    tongguan audit verify copy/ --keys auditor.json --jobs 8
     """  # noqa: D301 - \\b is click's mark
     from proxy.audit.check import MacKeys
     from proxy.audit.given import GivenError, read_checkpoints
@@ -120,6 +124,7 @@ def verify(
         progress=progress.add if shown else lambda _done: None,
         pinned=given.public,
         expected=expected,
+        jobs=jobs,
     )
     if shown:
         progress.end()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READ_LINE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 
 _MAC = re.compile(rb"[0-9a-f]{64}")
 _JOINED = re.compile(rb"\t[0-9a-f]{64}(?=\{)")
@@ -112,3 +113,71 @@ def _problem_of_other(record: dict[str, Any]) -> str | None:
             return f"member {name} is missing, or not of its type"
     prev = record["prev"].encode()
     return None if _MAC.fullmatch(prev) else "member prev is no MAC"
+
+
+class Lines:
+    """The stored lines of a file up to byte `end`: plain ones by the block, others one by one.
+
+    `block` gives whole lines that are in memory, `took` says how many bytes of them were used;
+    `line` gives the next one as `stored_lines` does.
+    """
+
+    __slots__ = ("_at", "_base", "_data", "_end", "_file")
+
+    def __init__(self, file: BinaryIO, end: int | None = None) -> None:
+        self._file = file
+        self._end = end
+        self._base = file.tell()  # where `_data` begins in the file; it ends where the file stands
+        self._data = b""
+        self._at = 0
+
+    @property
+    def offset(self) -> int:
+        """Where the next line begins in the file."""
+        return self._base + self._at
+
+    def block(self) -> tuple[bytes, int, int]:
+        """Return (data, start, stop) of the whole lines that are here; none at the end."""
+        stop = self._data.rfind(b"\n", self._at) + 1
+        if not stop:
+            self._read()
+            stop = self._data.rfind(b"\n", self._at) + 1
+        return self._data, self._at, max(stop, self._at)
+
+    def took(self, to: int) -> None:
+        """Go on at this place of the block."""
+        self._at = to
+
+    def holds(self, offset: int) -> bool:
+        """Say whether lines up to this place of the file are asked for."""
+        return self._end is None or offset <= self._end
+
+    def go_to(self, offset: int) -> None:
+        """Go on at this place of the file, which lies ahead."""
+        self._at = offset - self._base
+        if self._at > len(self._data):
+            self._file.seek(offset)
+            self._base, self._data, self._at = offset, b"", 0
+
+    def line(self) -> tuple[int, bytes] | None:
+        """Return (offset, raw line), or None at the end."""
+        offset = self.offset
+        newline = self._data.find(b"\n", self._at)
+        if newline >= 0 and newline - self._at <= READ_LINE_BYTES:
+            raw = self._data[self._at : newline + 1]
+            self._at = newline + 1
+            return offset, raw
+        self._file.seek(offset)
+        found = next(stored_lines(self._file, self._end), None)
+        behind = self._file.tell()
+        self._base = behind if self._end is None else min(behind, self._end)
+        self._data, self._at = b"", 0
+        return found
+
+    def _read(self) -> None:
+        rest = self._data[self._at :]
+        self._base, self._at = self.offset, 0
+        room = BLOCK_BYTES
+        if self._end is not None:
+            room = min(room, max(0, self._end - self._base - len(rest)))
+        self._data = rest + self._file.read(room) if len(rest) <= READ_LINE_BYTES else rest

@@ -24,7 +24,7 @@ from proxy.audit.note import (
     parse_key,
     parse_note,
 )
-from proxy.audit.tree import ProofError, Range, from_frontier
+from proxy.audit.tree import HASH_BYTES, ProofError, Range, from_frontier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,6 +123,29 @@ class SignedCheck:
         self._leaves.append(hashlib.sha256(b"\0" + line).digest())
         if len(self._leaves) >= _LEAVES_AT_ONCE:
             self._grow()
+
+    def add_leaves(self, leaves: bytes) -> None:
+        """Take the leaf hashes of plain lines, 32 bytes each."""
+        self._grow()
+        end = self._tree.end + len(leaves) // HASH_BYTES
+        if self._waiting and self._waiting[0].size <= end:
+            step = range(0, len(leaves), HASH_BYTES)
+            self._leaves = [leaves[at : at + HASH_BYTES] for at in step]
+            self._grow()
+        else:
+            self._tree.extend_packed(leaves)
+
+    def join(self, leaves: Range) -> bool:
+        """Take leaves that somebody else hashed.
+
+        False: they do not go on from here, or hide a size that others hold something of.
+        """
+        self._grow()
+        hidden = self._waiting and self._waiting[0].size <= leaves.end
+        if hidden or leaves.begin != self._tree.end:
+            return False
+        self._tree.join(leaves)
+        return True
 
     def _grow(self) -> None:
         leaves = self._leaves

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels import wire
 from proxy.audit.chain import sha256
 
 if TYPE_CHECKING:
@@ -38,6 +39,21 @@ def leaf_hash(line: bytes) -> bytes:
 def node_hash(left: bytes, right: bytes) -> bytes:
     """Return the hash of an inner node."""
     return sha256(b"\1", left, right)
+
+
+def _grow_pure(
+    begin: int, end: int, sizes: list[int], hashes: list[bytes], data: bytes, lines: int
+) -> int:
+    made = Range(begin)
+    made.end, made.sizes, made.hashes = end, sizes, hashes
+    if lines:
+        made.extend([leaf_hash(line) for line in data.removesuffix(b"\n").split(b"\n")])
+    else:
+        made.extend([data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)])
+    return made.end
+
+
+_grow = wire.trees(_grow_pure)
 
 
 class Range:
@@ -66,6 +82,14 @@ class Range:
             hashes.append(node)
             end += size
         self.end = end
+
+    def extend_packed(self, leaves: bytes) -> None:
+        """Append leaf hashes that stand one behind another."""
+        self.end = _grow(self.begin, self.end, self.sizes, self.hashes, leaves, 0)
+
+    def extend_lines(self, lines: bytes) -> None:
+        """Append the leaves of whole stored lines, each with its newline; at least one."""
+        self.end = _grow(self.begin, self.end, self.sizes, self.hashes, lines, 1)
 
     def _add(self, size: int, node: bytes) -> None:
         start = self.end
