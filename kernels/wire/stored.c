@@ -55,9 +55,9 @@ static bool is_text(const Value *value)
     return value->kind == TEXT;
 }
 
-/* --- one value in canonical form --------------------------------------------------------------- */
+/* --- one value in canonical form ------------------------------------------------------------- */
 
-/* `p` is at the opening quote. Text with an escape is canonical too, but not ours to judge. */
+/* `p` is at the opening quote. An escape may be canonical too, but is not ours to judge. */
 static const uint8_t *text_end(const uint8_t *p, const uint8_t *end, Span *inner)
 {
     unsigned flags = 0;

@@ -75,7 +75,8 @@ static bool read_nodes(Nodes *nodes, PyObject *const *args)
     for (int i = 0; good && i < nodes->count; i++) {
         PyObject *hash = PyList_GET_ITEM(args[3], i);
         nodes->sizes[i] = PyLong_AsLongLong(PyList_GET_ITEM(args[2], i));
-        good = !PyErr_Occurred() && PyBytes_CheckExact(hash) && PyBytes_GET_SIZE(hash) == HASH_BYTES;
+        good = !PyErr_Occurred() && PyBytes_CheckExact(hash) &&
+               PyBytes_GET_SIZE(hash) == HASH_BYTES;
         if (good) {
             memcpy(nodes->hashes[i], PyBytes_AS_STRING(hash), HASH_BYTES);
         }
