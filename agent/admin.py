@@ -1,4 +1,4 @@
-"""The admin door, port 14190: `/livez`, `/readyz`, `/metrics`.
+"""The admin door, port 14190: `/livez`, `/readyz`, `/metrics`, the node's reports.
 
 It has a thread and a loop of its own, so that it answers while the API's loop is busy or stuck —
 which is the very thing a liveness probe wants to know. It serves nobody's prompts and writes
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from agent.errors import UNKNOWN_URL
 from agent.listen import HEAD_BYTES, DoorLimits, door
 from agent.node import STUCK_S, Node
+from agent.reports import report_routes
 from proxy.errors import error_body
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def application(node: Node, metrics: Metrics) -> Starlette:
     async def on_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         return Response(
-            error_body(UNKNOWN_URL, "this door has /livez, /readyz and /metrics (GET)"),
+            error_body(UNKNOWN_URL, "this door has /livez, /readyz, /metrics and /v1/node/… (GET)"),
             status,
             media_type="application/json",
         )
@@ -68,6 +69,7 @@ def application(node: Node, metrics: Metrics) -> Starlette:
             Route("/livez", livez),
             Route("/readyz", readyz),
             Route("/metrics", render),
+            *report_routes(node),
         ],
         exception_handlers={HTTPException: on_error},
     )

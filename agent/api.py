@@ -46,12 +46,14 @@ from agent.errors import (
     INTERNAL,
     INVALID,
     MODEL_NOT_FOUND,
+    OUT_OF_MEMORY,
     QUEUE_FULL,
     UNKNOWN_URL,
     ApiError,
 )
 from agent.inbox import AbandonedError, Batch, Inbox
 from agent.listen import peer_uid, transport_of
+from agent.memory.admission import predicted_tokens, shortage
 from agent.metrics import RequestTimes
 from agent.openai import Job, parse_chat, parse_completion
 from agent.witness_api import WitnessApi
@@ -305,6 +307,7 @@ class Api:
     ) -> Generation:
         try:
             sampling = job.sampling(len(prompt_ids), engine.info.context_length)
+            self._check_memory(engine, predicted_tokens(len(prompt_ids), sampling.max_tokens))
             generation = engine.submit(prompt_ids, sampling, call.inbox.put, call.qos_class)
         except QueueFull as problem:
             self._metrics.limits.labels("queue").inc()
@@ -327,6 +330,22 @@ class Api:
             ) from None
         self._metrics.requests.labels(call.qos_class).inc()
         return generation
+
+    def _check_memory(self, engine: Engine, tokens: int) -> None:
+        """Refuse what would not fit instead of being killed over it; raises `ApiError` (503)."""
+        report = self._node.memory.latest if self._node.memory else None
+        if report is None:
+            return
+        short = shortage(
+            engine.stats(),
+            report,
+            tokens=tokens,
+            reserve_bytes=self._settings.memory_reserve_bytes,
+            now_unix_s=time.time(),
+        )
+        if short is not None:
+            self._metrics.limits.labels("memory_reserve_bytes").inc()
+            raise ApiError(OUT_OF_MEMORY, str(short), retry_after_s=5)
 
     async def _whole(self, call: Call, answer: Answer, generation: Generation) -> None:
         texts: list[str] = []

@@ -60,6 +60,16 @@ class Agent:
     )
     queue: int = setting(256, "requests that wait for a place; beyond it 503 queue_full", ge=1)
 
+    memory_sample_s: float = setting(
+        1.0, "between two samples of memory; 0: none, and no request is refused for it", ge=0, le=60
+    )
+    memory_window_s: float = setting(
+        3600.0, "what the heat map shows, in 240 columns", ge=60, le=604800
+    )
+    memory_reserve_bytes: int = setting(
+        64 << 20, "memory that requests must leave free; beyond it 503 out_of_memory", ge=0
+    )
+
     default_class: Literal["P0", "P1", "P2"] = setting(
         "P1", "class of a request whose X-QoS-Class is not believed"
     )

@@ -15,6 +15,7 @@ CONTEXT_EXCEEDED = ErrorKind(
     "context_length_exceeded", 400, "invalid_request_error", "rejected", "downstream"
 )
 MODEL_LOADING = ErrorKind("model_loading", 503, "overloaded_error", "shed", "local")
+OUT_OF_MEMORY = ErrorKind("out_of_memory", 503, "overloaded_error", "shed", "local")
 CONNECTION_LIMIT = ErrorKind("connection_limit", 503, "overloaded_error", "shed", "local")
 INVALID = ERRORS["invalid_request"]
 TOO_LARGE = ERRORS["payload_too_large"]

@@ -29,6 +29,7 @@ from agent.api import Api
 from agent.config import Agent, TokenError, read_token
 from agent.engine.types import Engine, EngineError
 from agent.listen import HEAD_BYTES, DoorLimits, ListenError, door, open_tcp, open_unix
+from agent.memory.watch import MemoryWatch
 from agent.metrics import Metrics
 from agent.node import Node
 from agent.witness_store import WitnessError, WitnessStore
@@ -96,6 +97,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
     admin = AdminThread(opened[-1], node, metrics) if settings.admin else None
     server = api_server(settings, api, metrics)
     run = _Run(settings, node, server, api)
+    watch = _watch(settings, node)
     if admin:
         admin.start()
     where = ", ".join(a for a in (settings.listen, settings.socket) if a)
@@ -111,12 +113,23 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         node.engine.close()
     if admin:
         admin.stop()
+    if watch:
+        watch.stop()
     log.info("stopped")
     if node.engine is None and node.failure is None:
         # The loader still runs inside a C library; it cannot be waited for or stopped.
         logging.shutdown()
         os._exit(run.exit_code)
     return run.exit_code
+
+
+def _watch(settings: Agent, node: Node) -> MemoryWatch | None:
+    if not settings.memory_sample_s:
+        return None
+    watch = MemoryWatch(node, sample_s=settings.memory_sample_s, window_s=settings.memory_window_s)
+    node.memory = watch
+    watch.start()
+    return watch
 
 
 def api_server(settings: Agent, api: Api, metrics: Metrics) -> uvicorn.Server:

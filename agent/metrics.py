@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agent.engine.types import QOS_CLASSES
+from agent.memory.metrics import MemoryCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +56,7 @@ LIMITS = (
     "head_s",
     "body_idle_s",
     "client_stall_s",
+    "memory_reserve_bytes",
 )
 
 
@@ -65,6 +67,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(node))
+        self.registry.register(MemoryCollector(node))
         model = ("model_name",)
         self.ttft = Histogram(
             "vllm:time_to_first_token_seconds",

@@ -12,6 +12,7 @@ from agent.errors import DRAINING, INTERNAL, MODEL_LOADING, ApiError
 
 if TYPE_CHECKING:
     from agent.engine.types import Engine
+    from agent.memory.watch import MemoryWatch
 
 # The API loop stamps itself once a second; a loop that has not for so long is stuck.
 STUCK_S = 30
@@ -20,10 +21,11 @@ STUCK_S = 30
 class Node:
     """State of one agent: loading, then ready, then draining."""
 
-    __slots__ = ("beat_ns", "draining", "engine", "failure", "names", "progress", "stage")
+    __slots__ = ("beat_ns", "draining", "engine", "failure", "memory", "names", "progress", "stage")
 
     def __init__(self, beat_ns: int) -> None:
         self.engine: Engine | None = None
+        self.memory: MemoryWatch | None = None
         self.names: tuple[str, ...] = ()
         self.failure: str | None = None
         self.draining = False

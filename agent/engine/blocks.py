@@ -48,6 +48,8 @@ class BlockPool:
         self._held: dict[int, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        # Blocks below this were taken at some time; the pages of the others do not exist yet.
+        self.touched = 0
 
     @property
     def available(self) -> int:
@@ -76,6 +78,7 @@ class BlockPool:
         for _ in range(count):
             if self._free:
                 block = heapq.heappop(self._free)
+                self.touched = max(self.touched, block + 1)
             else:
                 block, _ = self._cached.popitem(last=False)
                 del self._block_of[self._digest_of.pop(block)]

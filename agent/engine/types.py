@@ -79,6 +79,8 @@ class EngineStats:
 
     `prefix_tokens_queried_total` counts prompt tokens looked up in the prefix cache,
     `prefix_tokens_hit_total` those found. `step_seconds_total` is time spent in model steps.
+    `kv_blocks_touched` were ever written; `kv_blocks_promised` is what all requests together may
+    need in the end.
     """
 
     running: int
@@ -96,6 +98,10 @@ class EngineStats:
     steps_total: int
     step_seconds_total: float
     finished_total: Mapping[str, int]
+    kv_block_bytes: int = 0
+    kv_block_tokens: int = 0
+    kv_blocks_touched: int = 0
+    kv_blocks_promised: int = 0
 
 
 class EngineError(Exception):

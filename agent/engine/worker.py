@@ -29,6 +29,7 @@ from agent.engine.types import (
     EngineStats,
     QueueFull,
 )
+from agent.memory.admission import predicted_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,6 +106,11 @@ class TorchEngine:
         self._threads = threads
         capacity = scheduler.pool.total * scheduler.pool.block_size
         self._context = min(info.context_length, capacity)
+        kv = model.kv
+        self._block_bytes = kv.element_size() * kv.numel() // scheduler.pool.total
+        # An accelerator's pool is there from the start; a CPU's pages come when they are written.
+        self._all_touched = model.device.type != "cpu"
+        self._promised = 0
         self._requests: dict[Seq, _Request] = {}
         self._condition = threading.Condition()
         self._inbox: list[_Request] = []
@@ -158,6 +164,7 @@ class TorchEngine:
                 tokens_max=total,
             )
             request = _Request(seq, sampling, on_delta, self._wake)
+            self._promised += self._predicted_blocks(request)
             self._inbox.append(request)
             self._condition.notify()
         return request
@@ -182,6 +189,10 @@ class TorchEngine:
                 steps_total=self._steps,
                 step_seconds_total=self._step_seconds,
                 finished_total=dict(self._finished),
+                kv_block_bytes=self._block_bytes,
+                kv_block_tokens=pool.block_size,
+                kv_blocks_touched=pool.total if self._all_touched else pool.touched,
+                kv_blocks_promised=self._promised,
             )
 
     def close(self) -> None:
@@ -191,6 +202,10 @@ class TorchEngine:
             self._condition.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
+
+    def _predicted_blocks(self, request: _Request) -> int:
+        tokens = predicted_tokens(request.prompt_tokens, request.sampling.max_tokens)
+        return self._scheduler.pool.blocks_for(tokens)
 
     def _wake(self) -> None:
         with self._condition:
@@ -286,6 +301,7 @@ class TorchEngine:
             for request, delta in deltas:
                 if delta.finish_reason is not None:
                     self._finished[delta.finish_reason] += 1
+                    self._promised -= self._predicted_blocks(request)
                     self._scheduler.remove(request.seq)
                     del self._requests[request.seq]
             self._count()
