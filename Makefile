@@ -14,7 +14,7 @@ ROOMS := proxy agent kernels ebpf
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint fuzz mutants bench bench-proxy soak kernels vm clean setup-dev
+.PHONY: help up test check lint fuzz page mutants bench bench-proxy soak kernels vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -27,6 +27,8 @@ help:
 	@echo '                     (a few minutes the first time, when it installs the tools)'
 	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, envelopes, SM4), 10 minutes together;'
 	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
+	@echo 'make page            the page on 14190 in a headless Chromium (apt-get install chromium-headless-shell);'
+	@echo '                     PAGE_PNG=docs/page.png keeps what it looks like'
 	@echo 'make mutants         put one-line faults into the data path, one at a time: the test named for each'
 	@echo '                     has to fail (about 15 minutes)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
@@ -65,6 +67,9 @@ fuzz: setup-dev
 	$(BIN)/python -m tests.fuzz.sse --seconds $$(( $(FUZZ_S) / 5 ))
 	$(BIN)/python -m tests.fuzz.envelope --seconds $$(( $(FUZZ_S) / 5 ))
 	$(BIN)/python -m tests.fuzz.sm4 --seconds $$(( $(FUZZ_S) / 5 ))
+
+page: setup-dev
+	$(BIN)/python -m pytest -q -rs tests/page
 
 mutants: setup-dev
 	$(BIN)/python -m tests.mutants

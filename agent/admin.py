@@ -1,4 +1,4 @@
-"""The admin door, port 14190: `/livez`, `/readyz`, `/metrics`, the node's reports.
+"""The admin door, port 14190: `/livez`, `/readyz`, `/metrics`, reports, a page.
 
 It has a thread and a loop of its own, so that it answers while the API's loop is busy or stuck —
 which is the very thing a liveness probe wants to know. It serves nobody's prompts and writes
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from agent.errors import UNKNOWN_URL
 from agent.listen import HEAD_BYTES, DoorLimits, door
 from agent.node import STUCK_S, Node
+from agent.page_routes import page_routes
 from agent.reports import report_routes
 from proxy.errors import error_body
 
@@ -59,7 +60,9 @@ def application(node: Node, metrics: Metrics) -> Starlette:
     async def on_error(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         return Response(
-            error_body(UNKNOWN_URL, "this door has /livez, /readyz, /metrics and /v1/node/… (GET)"),
+            error_body(
+                UNKNOWN_URL, "this door has /livez, /readyz, /metrics and /v1/node/…, / (GET)"
+            ),
             status,
             media_type="application/json",
         )
@@ -69,7 +72,8 @@ def application(node: Node, metrics: Metrics) -> Starlette:
             Route("/livez", livez),
             Route("/readyz", readyz),
             Route("/metrics", render),
-            *report_routes(node),
+            *report_routes(node, metrics),
+            *page_routes(),
         ],
         exception_handlers={HTTPException: on_error},
     )

@@ -281,7 +281,7 @@ class Api:
     async def _serve(self, call: Call, job: Job, prompt_ids: Sequence[int]) -> None:
         engine = self._node.require_engine()
         model = self._node.names[0]
-        call.times.begin(model)
+        call.times.begin(model, call.qos_class)
         if job.stream:
             call.inbox.bound(self._settings.pending_tokens)
         generation = self._submit(engine, job, prompt_ids, call)
@@ -329,6 +329,7 @@ class Api:
                 INVALID, f"{job.prompt_field}: {problem}", param=job.prompt_field
             ) from None
         self._metrics.requests.labels(call.qos_class).inc()
+        self._metrics.latencies.request(call.qos_class)
         return generation
 
     def _check_memory(self, engine: Engine, tokens: int) -> None:

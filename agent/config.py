@@ -64,7 +64,7 @@ class Agent:
         1.0, "between two samples of memory; 0: none, and no request is refused for it", ge=0, le=60
     )
     memory_window_s: float = setting(
-        3600.0, "what the heat map shows, in 240 columns", ge=60, le=604800
+        3600.0, "what the heat map shows, in at most 240 columns", ge=60, le=604800
     )
     memory_reserve_bytes: int = setting(
         64 << 20, "memory that requests must leave free; beyond it 503 out_of_memory", ge=0

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agent.engine.types import QOS_CLASSES
+from agent.latency import Latencies
 from agent.memory.metrics import MemoryCollector
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Metrics:
 
     def __init__(self, node: Node) -> None:
         self.registry = CollectorRegistry()
+        self.latencies = Latencies()
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(node))
         self.registry.register(MemoryCollector(node))
@@ -146,16 +148,17 @@ class Metrics:
 class RequestTimes:
     """Observes one request's times; `on_tokens` runs where tokens are made, the engine's thread."""
 
-    __slots__ = ("_inter_token", "_last_ns", "_metrics", "_model", "_ttft", "started_ns")
+    __slots__ = ("_class", "_inter_token", "_last_ns", "_metrics", "_model", "_ttft", "started_ns")
 
     def __init__(self, metrics: Metrics, started_ns: int) -> None:
         self.started_ns = started_ns
         self._metrics = metrics
         self._last_ns = 0
 
-    def begin(self, model: str) -> None:
-        """Name the model, before the engine is asked."""
+    def begin(self, model: str, qos_class: str) -> None:
+        """Name the model and the class, before the engine is asked."""
         self._model = model
+        self._class = qos_class
         self._ttft = self._metrics.ttft.labels(model)
         self._inter_token = self._metrics.inter_token.labels(model)
 
@@ -165,9 +168,13 @@ class RequestTimes:
             return
         now_ns = time.monotonic_ns()
         if self._last_ns:
-            self._inter_token.observe((now_ns - self._last_ns) / 1e9)
+            seconds = (now_ns - self._last_ns) / 1e9
+            self._inter_token.observe(seconds)
+            self._metrics.latencies.next_token(self._class, seconds)
         else:
-            self._ttft.observe((now_ns - self.started_ns) / 1e9)
+            seconds = (now_ns - self.started_ns) / 1e9
+            self._ttft.observe(seconds)
+            self._metrics.latencies.first_token(self._class, seconds)
         self._last_ns = now_ns
 
     def end(self) -> None:

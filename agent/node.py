@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from agent.errors import DRAINING, INTERNAL, MODEL_LOADING, ApiError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from agent.engine.types import Engine
     from agent.memory.watch import MemoryWatch
 
@@ -21,11 +23,16 @@ STUCK_S = 30
 class Node:
     """State of one agent: loading, then ready, then draining."""
 
-    __slots__ = ("beat_ns", "draining", "engine", "failure", "memory", "names", "progress", "stage")
+    __slots__ = (
+        "beat_ns", "draining", "engine", "failure", "memory", "names", "progress", "sections",
+        "stage",
+    )  # fmt: skip
 
     def __init__(self, beat_ns: int) -> None:
         self.engine: Engine | None = None
         self.memory: MemoryWatch | None = None
+        # What other parts of the agent report about themselves, by name; None: not running here.
+        self.sections: dict[str, Callable[[], Mapping[str, object] | None]] = {}
         self.names: tuple[str, ...] = ()
         self.failure: str | None = None
         self.draining = False

@@ -1,28 +1,34 @@
-"""The node's reports on the admin door: `/v1/node/topology`, `/v1/node/heatmap` (JSON, SVG, PNG).
+"""The node's reports on the admin door: `/v1/node/summary`, `…/topology`, `…/heatmap`.
 
 Each answer is the newest sample or is made from it; a report never makes the engine wait.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import time
+from functools import cache
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agent.engine.types import QOS_CLASSES
 from agent.memory.pressure import png, svg
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from agent.memory.watch import MemoryWatch
+    from agent.metrics import Metrics
     from agent.node import Node
 
 _NOT_CACHED = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
-def report_routes(node: Node) -> list[Route]:
+def report_routes(node: Node, metrics: Metrics) -> list[Route]:
     """Return the routes."""
 
     async def topology(_request: Request) -> Response:
@@ -30,6 +36,9 @@ def report_routes(node: Node) -> list[Route]:
         if watch is None or watch.latest is None:
             return _none(watch)
         return answer(200, watch.latest.plain())
+
+    async def summary(_request: Request) -> Response:
+        return answer(200, summary_of(node, metrics))
 
     async def heatmap(request: Request) -> Response:
         watch = node.memory
@@ -43,11 +52,51 @@ def report_routes(node: Node) -> list[Route]:
         return answer(200, table)
 
     return [
+        Route("/v1/node/summary", summary),
         Route("/v1/node/topology", topology),
         Route("/v1/node/heatmap", heatmap),
         Route("/v1/node/heatmap.svg", heatmap),
         Route("/v1/node/heatmap.png", heatmap),
     ]
+
+
+def summary_of(node: Node, metrics: Metrics) -> dict[str, Any]:
+    """Return the node on one page: state, model, engine, classes, memory, what else runs."""
+    engine, reasons = node.engine, node.not_ready()
+    stats = engine.stats() if engine else None
+    latencies, by_class = metrics.latencies.table(), stats.classes if stats else {}
+    report = node.memory.latest if node.memory else None
+    return {
+        "at_unix_s": round(time.time(), 3),
+        "version": _version(),
+        "ready": not reasons,
+        "reasons": reasons,
+        "model": dataclasses.asdict(engine.info) | {"path": None} if engine else None,
+        "engine": dataclasses.asdict(stats) if stats else None,
+        "classes": [
+            {
+                "class": name,
+                "running": by_class.get(name, (0, 0))[0],
+                "waiting": by_class.get(name, (0, 0))[1],
+                **latencies[name],
+            }
+            for name in QOS_CLASSES
+        ],
+        "memory": {
+            "backend": report.backend,
+            "limit_bytes": report.host.limit_bytes,
+            "headroom_bytes": report.host.headroom_bytes,
+            "process_bytes": report.host.process.rss_bytes,
+        }
+        if report
+        else None,
+        "sections": {name: section() for name, section in node.sections.items()},
+    }
+
+
+@cache
+def _version() -> str:
+    return metadata.version("tongguan")
 
 
 def answer(status: int, value: object) -> Response:

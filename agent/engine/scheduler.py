@@ -95,6 +95,15 @@ class Scheduler:
         """Sequences not running."""
         return sum(len(queue) for queue in self._waiting)
 
+    def by_class(self) -> dict[str, tuple[int, int]]:
+        """Return how many run and how many wait, by class."""
+        running = [0] * len(QOS_CLASSES)
+        for seq in self.running:
+            running[seq.rank] += 1
+        return {
+            name: (running[rank], len(self._waiting[rank])) for rank, name in enumerate(QOS_CLASSES)
+        }
+
     def add(self, seq: Seq) -> None:
         """Queue a sequence; the caller bounds the queue and has checked that it fits alone."""
         assert self.pool.blocks_for(seq.tokens_max) <= self.pool.total

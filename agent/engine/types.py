@@ -6,7 +6,7 @@ every generation ends with exactly one delta whose `finish_reason` is set, whate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EngineStats:
     `prefix_tokens_queried_total` counts prompt tokens looked up in the prefix cache,
     `prefix_tokens_hit_total` those found. `step_seconds_total` is time spent in model steps.
     `kv_blocks_touched` were ever written; `kv_blocks_promised` is what all requests together may
-    need in the end.
+    need in the end; `classes`: how many run and wait, by class.
     """
 
     running: int
@@ -102,6 +102,7 @@ class EngineStats:
     kv_block_tokens: int = 0
     kv_blocks_touched: int = 0
     kv_blocks_promised: int = 0
+    classes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class EngineError(Exception):

@@ -111,6 +111,7 @@ class TorchEngine:
         # An accelerator's pool is there from the start; a CPU's pages come when they are written.
         self._all_touched = model.device.type != "cpu"
         self._promised = 0
+        self._classes = scheduler.by_class()
         self._requests: dict[Seq, _Request] = {}
         self._condition = threading.Condition()
         self._inbox: list[_Request] = []
@@ -193,6 +194,7 @@ class TorchEngine:
                 kv_block_tokens=pool.block_size,
                 kv_blocks_touched=pool.total if self._all_touched else pool.touched,
                 kv_blocks_promised=self._promised,
+                classes=self._classes,
             )
 
     def close(self) -> None:
@@ -318,3 +320,4 @@ class TorchEngine:
     def _count(self) -> None:
         self._waiting = self._scheduler.waiting
         self._running = len(self._scheduler.running)
+        self._classes = self._scheduler.by_class()

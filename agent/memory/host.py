@@ -38,7 +38,10 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One node's memory; `distances` to every node in order, 10 is its own."""
+    """One node's memory; `distances` to every node in order, 10 is its own.
+
+    What the page cache holds and could give up counts as free.
+    """
 
     index: int
     cpus: str
@@ -110,13 +113,16 @@ def parse_process(pid: int, status: str) -> Process:
 def parse_node(index: int, meminfo: str, cpulist: str, distance: str) -> NumaNode:
     """Read a directory of /sys/devices/system/node."""
     row = fields_kb(meminfo)
-    total, free = row.get("MemTotal", 0), row.get("MemFree", 0)
+    total = row.get("MemTotal", 0)
+    # The page cache is given up when memory is wanted; shared memory is in it and is not.
+    cache = max(0, row.get("FilePages", 0) - row.get("Shmem", 0)) + row.get("SReclaimable", 0)
+    free = min(total, row.get("MemFree", 0) + cache)
     return NumaNode(
         index,
         cpulist.strip(),
         total,
         free,
-        row.get("MemUsed", max(0, total - free)),
+        total - free,
         tuple(int(part) for part in distance.split()),
     )
 

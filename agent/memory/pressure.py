@@ -119,13 +119,14 @@ def runs(shares: list[float | None]) -> list[tuple[int, int, int]]:
     return found
 
 
-_LABEL, _CELL, _ROW, _TOP = 130, 3, 22, 26
+_LABEL, _WIDTH, _CELL, _ROW, _TOP = 130, 720, 3, 22, 26
 
 
 def svg(table: dict[str, Any]) -> str:
     """Return the heat map of the highest shares as a picture with text, and no script."""
     columns, pools = table["columns"], table["pools"]
-    width = _LABEL + columns * _CELL + 70
+    cell, right = _WIDTH / columns, _LABEL + _WIDTH
+    width = right + 70
     height = _TOP + max(1, len(pools)) * _ROW + 44
     minutes = columns * table["bucket_s"] / 60
     parts = [
@@ -135,7 +136,7 @@ def svg(table: dict[str, Any]) -> str:
         f'<desc id="d">{escape(_in_words(pools))}</desc>'
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
         f'<text x="{_LABEL}" y="16">{minutes:.0f} min ago</text>'
-        f'<text x="{_LABEL + columns * _CELL}" y="16" text-anchor="end">now</text>')
+        f'<text x="{right}" y="16" text-anchor="end">now</text>')
     ]  # fmt: skip
     for index, pool in enumerate(pools):
         y = _TOP + index * _ROW
@@ -143,11 +144,11 @@ def svg(table: dict[str, Any]) -> str:
                      f"{escape(pool['pool'])}</text>")  # fmt: skip
         for first, count, now in runs(pool["max"]):
             colour = NOTHING if now < 0 else COLOURS[now]
-            parts.append(f'<rect x="{_LABEL + first * _CELL}" y="{y}" width="{count * _CELL}" '
+            parts.append(f'<rect x="{_LABEL + first * cell:g}" y="{y}" width="{count * cell:g}" '
                          f'height="{_ROW - 3}" fill="{colour}"/>')  # fmt: skip
         last = next((share for share in reversed(pool["max"]) if share is not None), None)
         if last is not None:
-            parts.append(f'<text x="{_LABEL + columns * _CELL + 6}" y="{y + 14}">{last:.0%}</text>')
+            parts.append(f'<text x="{right + 6}" y="{y + 14}">{last:.0%}</text>')
     y = height - 30
     for index, colour in enumerate(COLOURS):
         parts.append(f'<rect x="{_LABEL + index * 40}" y="{y}" width="40" height="10" '

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -57,7 +58,9 @@ class MemoryWatch:
     ) -> None:
         self.latest: Topology | None = None
         self.failures = 0
-        self.heat = HeatMap(columns=COLUMNS, bucket_s=max(sample_s, window_s / COLUMNS))
+        # Two samples a column at least, so that a late one leaves no hole.
+        bucket_s = max(2 * sample_s, window_s / COLUMNS)
+        self.heat = HeatMap(columns=math.ceil(window_s / bucket_s), bucket_s=bucket_s)
         self._node = node
         self._sample_s = sample_s
         self._open_nvml = nvml

@@ -127,11 +127,11 @@ def test_nodes_are_read_in_order_of_their_number(tmp_path):
     assert (nodes[0].used_bytes, nodes[0].cpus, nodes[0].distances) == (600 << 10, "0-3", (10, 21))
 
 
-def test_a_node_that_states_what_is_used():
-    node = parse_node(
-        0, "Node 0 MemTotal: 10 kB\nNode 0 MemFree: 2 kB\nNode 0 MemUsed: 7 kB", "", ""
-    )
-    assert node.used_bytes == 7 << 10
+def test_the_page_cache_of_a_node_is_free_but_for_shared_memory():
+    rows = {"MemTotal": 100, "MemFree": 10, "FilePages": 50, "Shmem": 20, "SReclaimable": 5}
+    text = "".join(f"Node 0 {name}: {size} kB\n" for name, size in rows.items())
+    node = parse_node(0, text, "", "")
+    assert (node.free_bytes, node.used_bytes) == (45 << 10, 55 << 10)
 
 
 @pytest.mark.parametrize(

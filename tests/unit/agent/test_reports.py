@@ -10,6 +10,7 @@ from agent.memory.nvml import NvmlError
 from agent.memory.watch import MemoryWatch
 from agent.metrics import Metrics
 from agent.node import Node
+from tests.unit.agent.conftest import ScriptEngine
 
 
 def no_gpu():
@@ -43,12 +44,46 @@ def test_reports_of_a_real_door(served):
     assert report.json()["missing"] == ["NVML: no driver"]
     heat = client.get("/v1/node/heatmap").json()
     assert "process" in {row["pool"] for row in heat["pools"]}
-    assert len(heat["pools"][0]["max"]) == heat["columns"] == 240
+    assert len(heat["pools"][0]["max"]) == heat["columns"] == 120
     picture = client.get("/v1/node/heatmap.svg")
     assert picture.headers["content-type"].startswith("image/svg+xml")
     assert picture.text.startswith("<svg")
     assert client.get("/v1/node/heatmap.png").content.startswith(b"\x89PNG")
     assert "tongguan_agent_memory_headroom_bytes" in client.get("/metrics").text
+
+
+def test_the_summary_before_and_after_a_model(served):
+    node, client = served
+    empty = client.get("/v1/node/summary").json()
+    assert empty["ready"] is False
+    assert empty["reasons"] == ["model loading: starting 0%"]
+    assert (empty["model"], empty["engine"], empty["memory"]) == (None, None, None)
+    assert [row["class"] for row in empty["classes"]] == ["P0", "P1", "P2"]
+    node.loaded(ScriptEngine(), ("m",))
+    node.memory.look()
+    node.sections = {"guard": lambda: {"state": "closed"}, "sync": lambda: None}
+    full = client.get("/v1/node/summary").json()
+    assert full["ready"] is True
+    assert full["model"]["id"] == "scripted"
+    assert full["model"]["path"] is None, "a path is nobody's business here"
+    assert full["engine"]["running"] == 2
+    assert full["memory"]["backend"] == "cpu"
+    assert full["sections"] == {"guard": {"state": "closed"}, "sync": None}
+
+
+def test_the_page_and_its_parts(served):
+    _, client = served
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "text/javascript"),
+        ("/page.css", "text/css"),
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert client.post("/").status_code in {404, 405}
 
 
 def test_without_samples_the_reason_is_said(served):
