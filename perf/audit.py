@@ -4,8 +4,10 @@
 
 Gates: a record on the request's way at most 15 us of the data loop's CPU, hashes included;
 sustained writing with group sync at least 0.6 times a bare loop that writes and fdatasyncs the same
-bytes in the same batches, in the same run; at least 90 000 records verified a second on one core.
-Beside them, without a gate: the tree's cost a record, a signature, proofs.
+bytes in the same batches, in the same run (median of the rounds); of one chain of N records (2
+million), verified in one go, at least 90 000 a second of CPU by one process and 150 000 a second
+with two, in memory that does not grow with N. The disk must hold about 1 KB a record and round.
+Beside them, without a gate: the tree's cost a record, a signature, proofs, the bundle's verifier.
 Exit codes: 0 every gate holds, 1 a gate is missed, 2 the run could not be made.
 """
 
@@ -15,6 +17,9 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,42 +29,55 @@ from typing import TYPE_CHECKING, Any
 from perf import machine
 from proxy.audit import hashes
 from proxy.audit.bundle import verify as bundle_verify
-from proxy.audit.check import MacKeys
 from proxy.audit.layout import segments
-from proxy.audit.note import ED25519, Keyset
+from proxy.audit.note import ED25519
 from proxy.audit.prove import prove
 from proxy.audit.request import RequestText, request_text
 from proxy.audit.setup import ChainConfig
 from proxy.audit.signing import NoteSigner
-from proxy.audit.tree import Range, leaf_hash
-from proxy.audit.verify import verify_directory
-from proxy.audit.writer import PENDING_RECORDS, AuditWriter
+from proxy.audit.tree import Range
+from proxy.audit.writer import AuditWriter
 from proxy.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RECORDS = 40_000
+RECORDS = 2_000_000
+# Of a round on the request's way, and of a round of sustained writing.
+WAY_RECORDS, WRITE_RECORDS = 40_000, 100_000
 BATCH = 64
 ROUNDS = 5
+# As much as waits while a batch is synced; less than what a writer keeps.
+WAITING = 2048
+LINE_BYTES = 1000
 SEED, KEY = bytes(32), bytes(range(32))
 SIGNER = NoteSigner("perf", ED25519, b"\7" * 32)
 PROMPT = b'[{"role":"user","content":"' + b"what is the tallest mountain? " * 20 + b'"}]'
 ANSWER = "The tallest mountain above sea level is Mount Everest. " * 8
-GATES = {"record_us": 15.0, "write_ratio": 0.6, "verify_per_s": 90_000.0}
+# Name: (bound, whether it is the least).
+GATES = {
+    "record_us": (15.0, False),
+    "write_ratio": (0.6, True),
+    "verify_per_s": (90_000.0, True),
+    "verify_two_per_s": (150_000.0, True),
+    "verify_growth_mib": (16.0, False),
+}
 
 
-def _config(directory: Path) -> ChainConfig:
+def chain_config(
+    directory: Path, origin: str = "perf/default/pod/uid/1", flush_ms: int = 5
+) -> ChainConfig:
+    """Return the settings of a chain as a sidecar has them."""
     return ChainConfig(
         dir=directory,
-        origin="perf/default/pod/uid/1",
+        origin=origin,
         seed_id="perf",
         seed=SEED,
         alg="s256",
         token_ids="off",
         auditor_public=None,
         on_failure="degrade",
-        flush_ms=5,
+        flush_ms=flush_ms,
         flush_records=256,
         segment_bytes=64 << 20,
         heartbeat_s=30,
@@ -68,11 +86,11 @@ def _config(directory: Path) -> ChainConfig:
     )
 
 
-def _text(number: int) -> RequestText:
+def record_text(number: int, trace_id: str = "") -> RequestText:
     """Return a record's text as `proxy.recorder` makes them, hashes included."""
     output_hash, output_len = hashes.output_hash(KEY, {0: ANSWER})
     return request_text(
-        trace_id=f"1767225600000-00001-{number % 10_000:04d}",
+        trace_id=trace_id or f"1767225600000-00001-{number % 10_000:04d}",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         tenant="default",
         qos="P1",
@@ -98,13 +116,13 @@ async def _on_the_way(directory: Path, records: int) -> tuple[float, float]:
 
     The loop makes hashes and text, chains and flushes; the sync thread writes, syncs and signs.
     """
-    writer = AuditWriter.start(_config(directory), SystemClock(), asyncio.get_running_loop())
+    writer = AuditWriter.start(chain_config(directory), SystemClock(), asyncio.get_running_loop())
     begin, begin_loop = time.process_time_ns(), time.thread_time_ns()
     for number in range(0, records, BATCH):
         for n in range(number, number + BATCH):
-            ticket = writer.append_request(_text(n))
+            ticket = writer.append_request(record_text(n))
         await asyncio.sleep(0)
-        if len(writer._pending) > PENDING_RECORDS // 2:  # noqa: SLF001 - not to lose any
+        if len(writer._pending) > WAITING:  # noqa: SLF001 - not to lose any
             await writer.durable(ticket)
     await writer.durable(ticket)
     loop_ns, all_ns = time.thread_time_ns() - begin_loop, time.process_time_ns() - begin
@@ -114,15 +132,15 @@ async def _on_the_way(directory: Path, records: int) -> tuple[float, float]:
 
 async def _sustained(directory: Path, records: int) -> tuple[float, list[int]]:
     """Return (seconds, bytes of each batch) of writing as fast as it goes."""
-    writer = AuditWriter.start(_config(directory), SystemClock(), asyncio.get_running_loop())
-    rows = [_text(n) for n in range(BATCH)]
+    writer = AuditWriter.start(chain_config(directory), SystemClock(), asyncio.get_running_loop())
+    rows = [record_text(n) for n in range(BATCH)]
     begin, bytes_before, syncs_before = time.monotonic(), writer.stats.bytes, writer.stats.syncs
     for _ in range(0, records, BATCH):
         for row in rows:
             ticket = writer.append_request(row)
         await asyncio.sleep(0)
-        if len(writer._pending) > 1024:  # noqa: SLF001 - as much as waits while a batch is synced
-            await writer.durable(ticket - 512)
+        if len(writer._pending) > WAITING:  # noqa: SLF001 - not to lose any
+            await writer.durable(ticket - WAITING // 2)
     await writer.durable(ticket)
     spent = time.monotonic() - begin
     written, syncs = writer.stats.bytes - bytes_before, writer.stats.syncs - syncs_before
@@ -149,75 +167,140 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.process_time() - begin
 
 
-def _verification(directory: Path) -> dict[str, float]:
-    """Return records verified a second of CPU, by us and by a bundle's verifier."""
-    public = Keyset([SIGNER.key])
-    results = []
+def _verified(directory: Path, jobs: int) -> dict[str, float]:
+    """Verify with the command, in a process of its own; return what it said and cost."""
+    keys = directory.parent / "auditor.json"
+    document = {
+        "format": "tongguan-keys/1",
+        "role": "auditor",
+        "chain_seeds": [{"id": "perf", "seed": SEED.hex()}],
+        "verify_keys": [SIGNER.key.line()],
+    }
+    keys.write_text(json.dumps(document), encoding="utf-8")
+    command = [sys.executable, "-m", "proxy.cli", "audit", "verify", str(directory), "--json"]
+    command += ["--keys", str(keys), "--jobs", str(jobs)]
+    begin = time.monotonic()
+    # Its own output is small; what it costs comes with the end of the process.
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        said = child.stdout.read()
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    spent = time.monotonic() - begin
+    result = json.loads(said or b"{}")
+    if result.get("verdict") != "ok":
+        raise RuntimeError(f"the chain does not verify: {result}")
+    return {
+        "records": result["records"],
+        "wall_s": spent,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "rss_mib": usage.ru_maxrss / 1024,
+    }
 
-    def ours() -> None:
-        results.append(verify_directory(directory, MacKeys({"perf": SEED}), pinned=public))
 
-    seconds = min(_timed(ours) for _ in range(3))
-    if results[-1].verdict != "ok":
-        raise RuntimeError(f"the chain does not verify: {results[-1].findings}")
+def _verification(large: Path, small: Path) -> dict[str, float]:
+    """Return records verified a second: of CPU by one process, of time by two; and memory."""
+    few, one, two = _verified(small, 1), _verified(large, 1), _verified(large, 2)
+    return {
+        "verify_records": one["records"],
+        "verify_per_s": one["records"] / one["cpu_s"],
+        "verify_wall_per_s": one["records"] / one["wall_s"],
+        "verify_two_per_s": two["records"] / two["wall_s"],
+        "verify_rss_mib": one["rss_mib"],
+        "verify_growth_mib": one["rss_mib"] - few["rss_mib"],
+    }
+
+
+def _bundled(directory: Path) -> dict[str, float]:
     log = bundle_verify.Log(directory, {"perf": SEED}, [bundle_verify.read_key(SIGNER.key.line())])
-    bundled = _timed(lambda: log.check({}))
-    count = results[-1].records
-    return {"verify_per_s": count / seconds, "bundle_verify_per_s": count / bundled}
+    spent = _timed(lambda: log.check({}))
+    return {"bundle_verify_per_s": sum(chain.records for chain in log.chains) / spent}
 
 
 def _tree(directory: Path) -> dict[str, float]:
     (chain,) = directory.iterdir()
-    lines = [line for _, path in segments(chain) for line in path.read_bytes().splitlines()]
+    data = [path.read_bytes() for _, path in segments(chain)]
+    lines = b"".join(data).count(b"\n")
     tree = Range()
-    spent = _timed(lambda: tree.extend([leaf_hash(line) for line in lines]))
+    spent = _timed(lambda: [tree.extend_lines(part) for part in data])
     text = "perf\n1\n" + "A" * 43 + "=\n"
     signs = _timed(lambda: [SIGNER.sign(text) for _ in range(500)])
-    proof = _timed(lambda: prove(directory, "perf/default/pod/uid/1", len(lines) // 2))
+    proof = _timed(lambda: prove(directory, "perf/default/pod/uid/1", lines // 2))
     return {
-        "tree_us": spent * 1e6 / len(lines),
+        "tree_us": spent * 1e6 / lines,
         "sign_us": signs * 1e6 / 500,
         "prove_s": proof,
-        "line_bytes": sum(map(len, lines)) / len(lines),
+        "line_bytes": sum(map(len, data)) / lines,
     }
 
 
-def measure(folder: Path, records: int) -> dict[str, float]:
-    """Return every number; each of the two that depend on the disk is the best of `ROUNDS`."""
+def _writing(folder: Path) -> dict[str, float]:
+    """Return the cost on the way (the best round), and of sustained writing (the median)."""
+    ways = [asyncio.run(_on_the_way(folder / f"way{n}", WAY_RECORDS)) for n in range(ROUNDS)]
     found: dict[str, float] = {}
-    ways = [asyncio.run(_on_the_way(folder / f"way{n}", records)) for n in range(ROUNDS)]
     found["record_us"], found["record_all_threads_us"] = min(ways)
-    ratios = []
+    rounds = []
     for number in range(ROUNDS):
-        spent, sizes = asyncio.run(_sustained(folder / f"sustained{number}", records))
-        bare = _bare(folder / f"bare{number}", sizes)
-        ratios.append((bare / spent, records / spent, sum(sizes) / bare / 1e6))
-    found["write_ratio"], found["write_per_s"], found["bare_mb_per_s"] = max(ratios)
-    found |= _verification(folder / "way0")
-    return found | _tree(folder / "way0")
+        directory, bare = folder / f"sustained{number}", folder / f"bare{number}"
+        spent, sizes = asyncio.run(_sustained(directory, WRITE_RECORDS))
+        rounds.append((_bare(bare, sizes) / spent, spent, sum(sizes), len(sizes)))
+        shutil.rmtree(directory)
+        bare.unlink()
+    ratio, spent, size, syncs = sorted(rounds)[ROUNDS // 2]
+    found["write_ratio"] = statistics.median(row[0] for row in rounds)
+    found["write_per_s"] = WRITE_RECORDS / spent
+    found["write_batch_records"] = WRITE_RECORDS / syncs
+    found["bare_mb_per_s"] = size / (ratio * spent) / 1e6
+    return found
+
+
+def measure(folder: Path, records: int) -> dict[str, float]:
+    """Return every number."""
+    found = _writing(folder)
+    spent, _ = asyncio.run(_sustained(folder / "large", records))
+    found["large_write_per_s"] = records / spent
+    found |= _verification(folder / "large", folder / "way0")
+    return found | _bundled(folder / "way0") | _tree(folder / "way0")
+
+
+def _room(directory: Path, records: int) -> None:
+    """Raise RuntimeError unless the disk holds what the run writes, and as much again."""
+    need = 2 * LINE_BYTES * (records + ROUNDS * WAY_RECORDS + 2 * WRITE_RECORDS)
+    free = shutil.disk_usage(directory).free
+    if free < need:
+        raise RuntimeError(
+            f"{directory}: {need >> 20} MiB are needed, {free >> 20} MiB are free; "
+            "give another --dir, or fewer --records"
+        )
+
+
+def _holds(name: str, value: float) -> bool:
+    bound, least = GATES[name]
+    return value >= bound if least else value <= bound
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, keep."""
+    _room(args.dir, args.records)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="audit-") as folder:
         found = measure(Path(folder), args.records)
-    gates = {
-        "record_us": found["record_us"] <= GATES["record_us"],
-        "write_ratio": found["write_ratio"] >= GATES["write_ratio"],
-        "verify_per_s": found["verify_per_s"] >= GATES["verify_per_s"],
+    gates = {name: _holds(name, found[name]) for name in GATES}
+    result = {
+        "machine": machine.facts() | {"sidecar": machine.sidecar()},
+        "records": args.records,
+        "results": {name: round(value, 4) for name, value in found.items()},
+        "gates": {name: {"bound": GATES[name][0], "holds": held} for name, held in gates.items()},
     }
+    text = json.dumps(result, indent=2) + "\n"
+    if args.json == Path("-"):
+        sys.stdout.write(text)
+        return 0 if all(gates.values()) else 1
     for name, value in found.items():
         verdict = "holds" if gates.get(name) else "MISSED"
-        gate = f"   gate {GATES[name]:g}: {verdict}" if name in gates else ""
+        gate = f"   gate {GATES[name][0]:g}: {verdict}" if name in gates else ""
         print(f"{name:22}{value:12.4g}{gate}")
     if args.json:
-        result = {
-            "machine": machine.facts() | {"sidecar": machine.sidecar()},
-            "records": args.records,
-            "results": {name: round(value, 4) for name, value in found.items()},
-            "gates": {name: {"bound": GATES[name], "holds": held} for name, held in gates.items()},
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(text, encoding="utf-8")
     return 0 if all(gates.values()) else 1
 
 
@@ -226,9 +309,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m perf.audit", description=__doc__.splitlines()[0] if __doc__ else ""
     )
-    parser.add_argument("--records", type=int, default=RECORDS, help=f"a round ({RECORDS})")
+    parser.add_argument(
+        "--records", type=int, default=RECORDS, help=f"of the chain that is verified ({RECORDS})"
+    )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        help="the whole result, to this file or out",
+    )
     try:
         return run(parser.parse_args())
     except (OSError, RuntimeError) as problem:

@@ -6,7 +6,8 @@ twin, whose word it is. So a machine without a compiler loses speed and nothing 
 `chunks` and `bodies` then return the twins.
 
 Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-256 of short messages;
-`requests`, a verifier's plain case; `trees`, many leaves of a Merkle tree at a time.
+`lines`, a record as it lies in the file; `requests`, a verifier's plain case; `trees`, many leaves
+of a Merkle tree at a time.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -40,6 +41,7 @@ _Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
 _Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
 _Take = TypeVar("_Take", bound="Callable[..., object]")
 _Grow = TypeVar("_Grow", bound="Callable[..., int]")
+_Line = TypeVar("_Line", bound="Callable[..., tuple[bytes, str]]")
 
 
 class Grammar(NamedTuple):
@@ -118,6 +120,19 @@ def macs(mac: _Mac, sha256: _Hash) -> tuple[_Mac, _Hash]:
         return mac, sha256
     assert _wire is not None
     quick: tuple[_Mac, _Hash] = _wire.Mac, _wire.sha256
+    return quick
+
+
+def lines(line: _Line) -> _Line:
+    """Return request_line(mac, prev, kind, origin, ...) in place of the given twin.
+
+    It returns (line with its newline, MAC in hex); `mac` is of `macs`. Raises OverflowError for a
+    number that is negative or takes more than 64 bits.
+    """
+    if not hasattr(_wire, "Mac"):
+        return line
+    assert _wire is not None
+    quick: _Line = _wire.request_line
     return quick
 
 

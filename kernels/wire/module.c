@@ -125,6 +125,9 @@ static PyMethodDef module_methods[] = {
     {"take_requests", (PyCFunction)(void (*)(void))wire_take_requests, METH_FASTCALL,
      "take_requests(data, start, stop, mac, origin, key_id, prev, seq, wall_ns, mono_ns,\n"
      "              quiet_ns, outcomes, phases, /)\n--\n\nSee kernels.wire.requests."},
+    {"request_line", (PyCFunction)(void (*)(void))wire_request_line, METH_FASTCALL,
+     "request_line(mac, prev, kind, origin, seq, wall_ns, mono_ns,\n"
+     "             head, model, middle, prompt, tail, /)\n--\n\nSee kernels.wire.lines."},
     {"grow", (PyCFunction)(void (*)(void))wire_grow, METH_FASTCALL,
      "grow(begin, end, sizes, hashes, data, lines, /)\n--\n\nSee kernels.wire.trees."},
     {NULL, NULL, 0, NULL},

@@ -132,6 +132,7 @@ int wire_add_mac(PyObject *module);
 
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);
 PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *wire_request_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 

@@ -143,6 +143,31 @@ def mac(alg: str, key: bytes) -> Mac:
     return _mac_s256(key) if alg == "s256" else Hmac(alg, key)
 
 
+def _request_line_pure(
+    mac: Mac,
+    prev: str,
+    kind: str,
+    origin: str,
+    seq: int,
+    wall_ns: int,
+    mono_ns: int,
+    head: str,
+    model: str,
+    middle: str,
+    prompt: str,
+    tail: str,
+) -> tuple[bytes, str]:
+    data = (
+        f'{{{head}{kind}{model}"mono_ns":"{mono_ns}{origin}{middle}"prev":"{prev}",{prompt}'
+        f'"seq":{seq},{tail}"v":1,"wall_ns":"{wall_ns}"}}'
+    ).encode()
+    made = mac.hex(bytes.fromhex(prev), data)
+    return b"%b\t%b\n" % (data, made.encode()), made
+
+
+_request_line = wire.lines(_request_line_pure)
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """Where a chain stands: the next seq, and the MAC of the record before it."""
@@ -184,13 +209,27 @@ class Chain:
 
     def request_line(self, text: RequestText, wall_ns: int, mono_ns: int) -> bytes:
         """As `line`, for a request."""
-        return self._linked(
-            (
-                f'{{{text.head}{self._kind}{text.model}"mono_ns":"{mono_ns}{self._origin}'
-                f'{text.middle}"prev":"{self.prev}",{text.prompt}"seq":{self.seq},{text.tail}'
-                f'"v":1,"wall_ns":"{wall_ns}"}}'
-            ).encode()
+        # Of the two MACs only one is known in C.
+        make = _request_line_pure if isinstance(self._mac, Hmac) else _request_line
+        line, made = make(
+            self._mac,
+            self.prev,
+            self._kind,
+            self._origin,
+            self.seq,
+            wall_ns,
+            mono_ns,
+            text.head,
+            text.model,
+            text.middle,
+            text.prompt,
+            text.tail,
         )
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"a record of {len(line) - 66} bytes; a line holds {LINE_BYTES}")
+        self.seq += 1
+        self.prev = made
+        return line
 
     def _linked(self, data: bytes) -> bytes:
         if len(data) > LINE_BYTES - 66:

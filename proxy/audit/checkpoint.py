@@ -10,7 +10,6 @@ sizes a witness knows or is asked for, so a consistency proof from there needs n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.audit.note import Checkpoint, NoteError, parse_note, write_note
@@ -124,9 +123,7 @@ class Checkpointer:
             done += part.records
             if done > records:
                 return
-            lines = part.log.split(b"\n")
-            del lines[-1]
-            self._fresh.extend([sha256(b"\0" + line).digest() for line in lines])
+            self._fresh.extend_lines(part.log)
 
     def sign(self) -> Signed:
         """Sign the tree as it is, and ask the witness to cosign that, unless it is still busy."""
