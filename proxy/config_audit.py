@@ -32,6 +32,9 @@ class Audit:
     witness_late_s: int = setting(
         300, "a witness that decides nothing for so long is an alarm; with block, not ready", ge=1
     )
+    retention_days: int = setting(
+        183, "records older than this are removed, whole segments at a time; 0: never", ge=0
+    )
     alg: Literal["s256", "sm3"] = setting("s256", "chain MAC: HMAC-SHA256 or HMAC-SM3")
     prompt_hash_mode: Literal["keyed", "plain"] = setting(
         "keyed", "plain lets a dictionary open prompt hashes"

@@ -33,6 +33,7 @@ from proxy.verifying import SignatureWorker
 if TYPE_CHECKING:
     import asyncio
 
+    from proxy.audit.retention import Retention
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
     from proxy.config import Pool
@@ -124,6 +125,7 @@ class Context:
         self.receiver: Receiver | None = None
         self.audit: AuditWriter | None = None
         self.recorder: Recorder | None = None
+        self.retention: Retention | None = None
         self.budget = Budget(settings.envelope.unverified_bytes)
         self.signatures = SignatureWorker(loop, settings.envelope.signature_queue)
         self.shared_replay: SharedReplay | None = None
@@ -176,6 +178,7 @@ class Context:
         self.receiver = before.receiver
         self.audit = before.audit
         self.recorder = before.recorder
+        self.retention = before.retention
         self.budget = before.budget
         self.signatures = before.signatures
         self.shared_replay = before.shared_replay

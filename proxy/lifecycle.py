@@ -299,6 +299,8 @@ class Sidecar:
             await route.upstreams.close()
         if context.shared_replay is not None:
             await context.shared_replay.close()
+        if context.retention is not None:
+            await context.retention.stop()
         if context.audit is not None:
             from proxy.audit.setup import AuditUnavailableError  # noqa: PLC0415 - loaded by now
 

@@ -286,6 +286,8 @@ class Collector:
             ("lost", "Records lost and declared."),
             ("failures", "Failed writes and syncs."),
             ("checkpoints", "Checkpoints signed."),
+            ("pruned_records", "Records removed by retention."),
+            ("pruned_bytes", "Bytes removed by retention."),
         ):
             value = getattr(stats, name)
             yield CounterMetricFamily(f"tongguan_proxy_audit_{name}", text, value=value)

@@ -76,6 +76,11 @@ def start_audit(
         context.audit = AuditWriter.start(config, clock, context.loop, context.gauges)
     except (AuditError, OSError) as problem:
         raise StartError(f"audit.dir: {problem}") from None
+    if row.retention_days:
+        from proxy.audit.retention import Retention  # noqa: PLC0415 - only with a chain
+
+        context.retention = Retention(context.audit, Path(row.dir), row.retention_days, clock)
+        context.retention.start()
     context.recorder = Recorder(context.loop, context.audit)
     context.observing.enabled = True
 

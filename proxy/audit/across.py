@@ -38,13 +38,13 @@ class Seen:
 class Directory:
     """What is known of a directory's chains.
 
-    `declared`: `recovered` records by the name of the chain they are of; `pruned`: the first seq
-    kept by origin; `expected`: what others hold, by origin.
+    `declared`: `recovered` records by the name of the chain they are of; `pruned`: by origin, every
+    first seq kept that a record speaks of; `expected`: what others hold, by origin.
     """
 
     expected: Mapping[str, Sequence[Expected]]
     declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    pruned: dict[str, int] = field(default_factory=dict)
+    pruned: dict[str, set[int]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
 
 
@@ -53,7 +53,8 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
     nowhere = Place("", 0)
     by_origin: dict[str, Seen] = {}
     for seen in directory.seen:
-        if seen.start_gap is not None and directory.pruned.get(seen.origin) != seen.start_gap[0]:
+        pruned = directory.pruned.get(seen.origin, ())
+        if seen.start_gap is not None and seen.start_gap[0] not in pruned:
             first, place = seen.start_gap
             note = f"0 to {first - 1} missing"
             add(Finding("gap", seen.origin, 0, place, note, seen.index))
@@ -67,11 +68,13 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
     if not whole:
         return
     names = {seen.name for seen in directory.seen}
-    missing: dict[str, tuple[int, str]] = {}
+    # By origin: (place in the order, note, how many records it is known to have had).
+    missing: dict[str, tuple[int, str, int]] = {}
     for name, records in directory.declared.items():
         if name not in names:
             origin = str(records[0]["of_origin"])
-            missing.setdefault(origin, (len(directory.seen), f"chain {name} is missing ({origin})"))
+            note, size = f"chain {name} is missing ({origin})", records[0]["last_seq"] + 1
+            _miss(missing, origin, len(directory.seen), note, size)
     for seen in directory.seen:
         if seen.prev is None:
             continue
@@ -79,7 +82,7 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
         before = by_origin.get(origin)
         if before is None:
             note = f"the chain before {seen.name} is missing ({origin})"
-            missing.setdefault(origin, (seen.index, note))
+            _miss(missing, origin, seen.index, note, size)
         elif before.size < size and not before.truncated:
             note = f"its successor {seen.name} saw {size} records"
             place = Place(f"{before.name}/", 0)
@@ -92,9 +95,16 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
     for origin, held in directory.expected.items():
         size, source = max((item.size, item.source) for item in held)
         if size and origin not in by_origin:
-            missing.setdefault(
-                origin, (len(directory.seen), f"{source} is of {size} records ({origin})")
-            )
-    for origin, (index, note) in missing.items():
-        if origin not in directory.pruned:
+            note = f"{source} is of {size} records ({origin})"
+            _miss(missing, origin, len(directory.seen), note, size)
+    for origin, (index, note, size) in missing.items():
+        if max(directory.pruned.get(origin, {-1})) < size:
             add(Finding("truncated", origin, 0, nowhere, note, index))
+
+
+def _miss(
+    missing: dict[str, tuple[int, str, int]], origin: str, index: int, note: str, size: int
+) -> None:
+    """Note that a chain is missing; the first to say so is named, the largest size counts."""
+    index, note, known = missing.get(origin, (index, note, size))
+    missing[origin] = index, note, max(known, size)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from proxy.audit.ahead import Run
     from proxy.audit.chain import Mac
+    from proxy.audit.pruned import Kept
 
 HEARTBEAT_TOLERANCE = 1.5
 _HMACS_KEPT = 16
@@ -90,7 +91,7 @@ class Outside:
 
     pinned: Keyset = field(default_factory=Keyset)
     expected: Mapping[str, Sequence[Expected]] = field(default_factory=dict)
-    frontiers: Mapping[tuple[str, int], Sequence[bytes]] = field(default_factory=dict)
+    frontiers: Mapping[tuple[str, int], Kept] = field(default_factory=dict)
 
 
 class ChainCheck:
@@ -275,9 +276,12 @@ class ChainCheck:
         if self.records == 0 and self._high == 0:
             # Pruning may explain it; the directory knows at its end.
             self.started_at, self.start_place = seq, place
-            self._macs = None
-            frontier = self._outside.frontiers.get((self.origin, seq))
-            self.signed.skip_to(seq, frontier)
+            kept = self._outside.frontiers.get((self.origin, seq))
+            self._macs = None if kept is None else {kept.last_mac}
+            self.signed.skip_to(seq, None if kept is None else kept.frontier)
+            if kept is not None and kept.promise:
+                self.signed.genesis(kept.promise, place)
+                self.heartbeat_ns = max(0, kept.promise["heartbeat_s"]) * 10**9
             return
         self.find("gap", self._high, place, missing)
 

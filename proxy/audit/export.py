@@ -25,8 +25,9 @@ import orjson
 from proxy.audit.chain import LINE_BYTES
 from proxy.audit.layout import chain_dirs, ids_name, is_locked, open_regular, segments
 from proxy.audit.prove import checkpoint_of, prove_many
+from proxy.audit.pruned import kept_for
 from proxy.audit.reader import stored_lines
-from proxy.audit.tree import Range, leaf_hash
+from proxy.audit.tree import Range, from_frontier, leaf_hash
 
 if TYPE_CHECKING:
     from proxy.audit.note import Keyset
@@ -171,12 +172,17 @@ def _find_frontier(part: _Part) -> None:
     """Find the tree, and the MAC to go on from, where the part begins; raises `ExportError`."""
     if part.begin == 0 and part.files[0][0] == 0:
         return
-    if part.files[0][0] != 0:
-        raise ExportError(
-            f"{part.chain.name}: its first segments were pruned; export from the directory's copy "
-            "that has them"
-        )
     tree, last = Range(), b""
+    if part.files[0][0] != 0:
+        kept = kept_for(part.chain.parent, str(part.genesis.get("origin")), part.files[0][0])
+        if kept is None:
+            raise ExportError(
+                f"{part.chain.name}: its first segments are missing, and no pruned record says how "
+                "they ended: run verify first"
+            )
+        tree = from_frontier(kept.upto, kept.frontier)
+        part.prev = kept.last_mac
+        part.genesis = part.genesis | kept.promise
     for _, path in part.files[: part.begin]:
         with open_regular(path) as file:
             leaves = []
@@ -186,7 +192,8 @@ def _find_frontier(part: _Part) -> None:
             tree.extend(leaves)
     if tree.end != part.files[part.begin][0]:
         raise ExportError(f"{part.chain.name}: lines are missing before the time: run verify first")
-    part.prev = last[-65:-1].decode("ascii", "replace")
+    if last:
+        part.prev = last[-65:-1].decode("ascii", "replace")
     part.frontier = [node.hex() for node in tree.hashes]
 
 

@@ -23,12 +23,14 @@ from proxy.audit.note import (
     parse_checkpoint,
     parse_note,
 )
+from proxy.audit.pruned import kept_for
 from proxy.audit.reader import Line, parse_line, stored_lines
 from proxy.audit.tree import (
     PROOF_NODES_MAX,
     ProofError,
     Range,
     WholeTree,
+    from_frontier,
     inclusion,
     leaf_hash,
     root_from_inclusion,
@@ -76,8 +78,19 @@ def find_chain(directory: Path, origin: str) -> Path:
     raise NoProofError(f"no chain of origin {origin} in {directory}", "truncated")
 
 
+def _before(chain: Path, origin: str) -> Range:
+    """Return the leaves before a chain's first record; raises `NoProofError`, OSError."""
+    first = segments(chain)[0][0]
+    if not first:
+        return Range()
+    kept = kept_for(chain.parent, origin, first)
+    if kept is None:
+        raise NoProofError(f"the first {first} records are missing, and none says of them", "gap")
+    return from_frontier(kept.upto, kept.frontier)
+
+
 def chain_lines(chain: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (index, stored line without newline) of a chain that begins at 0; raises OSError."""
+    """Yield (index, stored line without newline) of a chain; raises OSError."""
     index = None
     for first, path in segments(chain):
         index = first if index is None else index
@@ -101,18 +114,21 @@ def checkpoint_of(line: bytes) -> dict[str, Any] | None:
 
 def prove(directory: Path, origin: str, seq: int) -> dict[str, Any]:
     """Return the proof of record `seq` of a chain; raises `NoProofError`, OSError."""
-    before, after = Range(), Range(seq + 1)
+    chain = find_chain(directory, origin)
+    before, after = _before(chain, origin), Range(seq + 1)
+    if seq < before.end:
+        raise NoProofError(f"record {seq} was pruned: the log begins at {before.end}", "gap")
     line = b""
     leaves: list[bytes] = []
     paths: dict[int, list[bytes]] = {}
     best: tuple[int, str] | None = None
     cosigned = False
-    for index, stored in chain_lines(find_chain(directory, origin)):
+    for index, stored in chain_lines(chain):
         if index == seq:
             before.extend(leaves)
             leaves, line = [], stored
             if before.end != seq:
-                raise NoProofError("the chain's first segments were pruned", "gap")
+                raise NoProofError("records are missing before it: verify says which", "gap")
             continue
         record = checkpoint_of(stored) if index > seq else None
         if record is not None:

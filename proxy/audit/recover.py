@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
 from proxy.audit.chain import LINE_BYTES, ZERO_MAC
 from proxy.audit.layout import chain_dirs, is_locked, open_regular, segments
+from proxy.audit.reader import stored_lines
+from proxy.audit.record import problem_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +158,26 @@ def _head(chain: Path) -> tuple[str, list[str]]:
             if kind not in ("genesis", "recovered", "segment_start"):
                 break
     return origin, declared
+
+
+def declarations(chain: Path) -> list[dict[str, Any]]:
+    """Return the `recovered` records behind a chain's genesis."""
+    found = []
+    try:
+        files = segments(chain)
+        if not files:
+            return []
+        with open_regular(files[0][1]) as file:
+            for _, raw in stored_lines(file):
+                record = orjson.loads(raw.partition(b"\t")[0])
+                kind = record["kind"]
+                if kind == "recovered" and problem_with(record) is None:
+                    found.append(record)
+                elif kind not in ("genesis", "segment_end", "segment_start"):
+                    break
+    except (OSError, ValueError, KeyError, TypeError):
+        return found  # the check itself says what is wrong
+    return found
 
 
 def is_closed(chain: Path) -> bool:

@@ -75,6 +75,8 @@ class AuditStats:
     head_seq: int = -1
     checkpoints: int = 0
     checkpoint_seq: int = -1
+    pruned_records: int = 0
+    pruned_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -67,6 +67,7 @@ class SignedCheck:
         "_tree",
         "_waiting",
         "checkpoint_seq",
+        "note",
         "note_seq",
         "note_sha256",
         "signed_to",
@@ -82,6 +83,7 @@ class SignedCheck:
         self.witnessed_to = -1
         self.checkpoint_seq = -1
         self.note_sha256: str | None = None
+        self.note = ""  # the last checkpoint's text
         self.note_seq = -1
         self._pinned = pinned
         self._find = find
@@ -147,6 +149,11 @@ class SignedCheck:
         self._tree.join(leaves)
         return True
 
+    def frontier(self) -> tuple[bytes, ...] | None:
+        """Return the tree's nodes so far, None where its beginning is not known."""
+        self._grow()
+        return tuple(self._tree.hashes) if self._tree.begin == 0 and self._known else None
+
     def _grow(self) -> None:
         leaves = self._leaves
         self._leaves = []
@@ -185,6 +192,7 @@ class SignedCheck:
     def checkpoint(self, record: dict[str, Any], seq: int, place: Place) -> None:
         """Take a `checkpoint` record, before its own line is added."""
         self._grow()
+        self.note = record["note"]
         self.note_sha256 = hashlib.sha256(record["note"].encode()).hexdigest()
         self.note_seq = seq
         if not self._required or not self._known:

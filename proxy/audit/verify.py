@@ -21,8 +21,9 @@ from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, MacKeys, Outside,
 from proxy.audit.findings import ChainEnd, Finding, Place, Result
 from proxy.audit.layout import chain_dirs, first_seq_of, is_locked, open_regular, segments
 from proxy.audit.note import Keyset
-from proxy.audit.reader import Fault, parse_line, stored_lines
-from proxy.audit.record import problem_with
+from proxy.audit.pruned import Kept, kept_in
+from proxy.audit.reader import Fault, parse_line
+from proxy.audit.recover import declarations
 from proxy.audit.segment import Reading, check_segment
 
 if TYPE_CHECKING:
@@ -72,8 +73,9 @@ def verify_directory(
     by_origin: dict[str, list[Expected]] = {}
     for item in expected:
         by_origin.setdefault(item.origin, []).append(item)
-    outside = Outside(pinned or Keyset(), by_origin, {})
     known = Directory(by_origin)
+    kept: dict[tuple[str, int], Kept] = {}
+    outside = Outside(pinned or Keyset(), by_origin, kept)
     run = _Run(Result(keys is not None), keys, live_now_ns, since_ns, progress, outside, known)
     try:
         alone = bool(segments(directory))
@@ -86,13 +88,14 @@ def verify_directory(
         note = f"no chain in {directory}{_elsewhere(directory)}"
         run.result.add(Finding("truncated", "", 0, Place("", 0), note, 0))
         return run.result
+    kept.update(kept_in(chains))
     for chain in chains:
-        for record in _declarations(chain):
+        for record in declarations(chain):
             name = str(record["file"]).partition("/")[0]
             run.directory.declared.setdefault(name, []).append(record)
     with contextlib.ExitStack() as stack:
         if jobs > 1:
-            run.ahead = stack.enter_context(Ahead(jobs, keys, _ahead(chains, since_ns)))
+            run.ahead = stack.enter_context(Ahead(jobs, keys, _ahead(chains, since_ns, kept)))
         for index, chain in enumerate(chains):
             _check_chain(run, chain, index)
     check_across(known, run.result.add, whole=not alone and since_ns is None)
@@ -124,26 +127,6 @@ def _place_of(problem: OSError, chain: Path, place: Place) -> Place:
     if isinstance(name, (str, Path)) and Path(name).parent == chain:
         return Place(f"{chain.name}/{Path(name).name}", 0)
     return place
-
-
-def _declarations(chain: Path) -> list[dict[str, Any]]:
-    """Return the `recovered` records behind a chain's genesis."""
-    found = []
-    try:
-        files = segments(chain)
-        if not files:
-            return []
-        with open_regular(files[0][1]) as file:
-            for _, raw in stored_lines(file):
-                record = orjson.loads(raw.partition(b"\t")[0])
-                kind = record["kind"]
-                if kind == "recovered" and problem_with(record) is None:
-                    found.append(record)
-                elif kind not in ("genesis", "segment_end", "segment_start"):
-                    break
-    except (OSError, ValueError, KeyError, TypeError):
-        return found  # the check itself says what is wrong
-    return found
 
 
 def _check_chain(run: _Run, chain: Path, index: int) -> None:
@@ -183,7 +166,7 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
     )
     run.result.records += check.records
     for origin, upto in check.pruned:
-        run.directory.pruned[origin] = max(upto, run.directory.pruned.get(origin, 0))
+        run.directory.pruned.setdefault(origin, set()).add(upto)
     gap = None
     if check.started_at is not None and run.since_ns is None:
         gap = check.started_at, check.start_place
@@ -229,26 +212,34 @@ def _skip(since_ns: int | None, files: list[tuple[int, Path]]) -> int:
     return first
 
 
-def _ahead(chains: list[Path], since_ns: int | None) -> Iterator[Segment]:
+def _ahead(
+    chains: list[Path], since_ns: int | None, kept: dict[tuple[str, int], Kept]
+) -> Iterator[Segment]:
     """Yield the segments in the order in which they are checked."""
     for chain in chains:
         try:
             files = segments(chain)
             files = files[_skip(since_ns, files) :]
-            quiet = _quiet_ns(files[0][1]) if files else 0
+            quiet = _quiet_ns(files[0][1], kept) if files else 0
         except OSError:
             continue  # the check says what cannot be read
         for _, path in files:
             yield Segment(path, quiet)
 
 
-def _quiet_ns(path: Path) -> int:
+def _quiet_ns(path: Path, kept: dict[tuple[str, int], Kept]) -> int:
     """Return what the check will know of heartbeats from a chain's first line."""
     with open_regular(path) as file:
         line = parse_line(file.readline(LINE_BYTES))
-    if isinstance(line, Fault) or line.record["v"] != 1 or line.record["kind"] != "genesis":
+    if isinstance(line, Fault) or line.record["v"] != 1:
         return 0
-    return quiet_ns(max(0, line.record["heartbeat_s"]) * 10**9)
+    record, heartbeat_s = line.record, 0
+    before = kept.get((record["origin"], record["seq"]))
+    if record["kind"] == "genesis":
+        heartbeat_s = record["heartbeat_s"]
+    elif before is not None and before.promise:
+        heartbeat_s = before.promise["heartbeat_s"]
+    return quiet_ns(max(0, heartbeat_s) * 10**9)
 
 
 def _check_names(check: ChainCheck, chain: Path) -> None:
