@@ -77,6 +77,7 @@ INLINE_BYTES = 8 << 10
 HUGE_BYTES = 256 << 10
 HUGE_WAITING = 8
 _JSON_TYPE = re.compile(rb"application/(?:[a-z0-9.-]+\+)?json[ \t]*(?:;.*)?", re.IGNORECASE)
+_TENANT = re.compile(r"[!-~]{1,255}")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -193,6 +194,7 @@ class Api:
             inbox=Inbox(loop, on_tokens=times.on_tokens, on_behind=lambda: abort(scope)),
             times=times,
             qos_class=self._qos_class(scope, headers),
+            tenant=self._tenant(scope, headers),
             request_id=given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16),
         )
         try:
@@ -308,7 +310,9 @@ class Api:
         try:
             sampling = job.sampling(len(prompt_ids), engine.info.context_length)
             self._check_memory(engine, predicted_tokens(len(prompt_ids), sampling.max_tokens))
-            generation = engine.submit(prompt_ids, sampling, call.inbox.put, call.qos_class)
+            generation = engine.submit(
+                prompt_ids, sampling, call.inbox.put, call.qos_class, call.tenant
+            )
         except QueueFull as problem:
             self._metrics.limits.labels("queue").inc()
             raise ApiError(
@@ -397,6 +401,14 @@ class Api:
         if not once or asked not in QOS_CLASSES or not self._believed(scope, headers):
             return self._settings.default_class
         return asked
+
+    def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
+        """Return the tenant named by a caller who is believed; "": nobody's in particular."""
+        named = [value for name, value in scope["headers"] if name == b"x-tenant-id"]
+        if len(named) != 1 or not self._believed(scope, headers):
+            return ""
+        tenant = named[0].strip().decode("latin-1")
+        return tenant if _TENANT.fullmatch(tenant) else ""
 
     def _believed(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         given = headers.get(b"authorization", b"")

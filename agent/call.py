@@ -56,6 +56,7 @@ class Call:
     times: RequestTimes
     qos_class: str
     request_id: str
+    tenant: str = ""
     begun: bool = field(default=False, init=False)
     close: bool = field(default=False, init=False)
     _held: int = field(default=0, init=False)

@@ -75,6 +75,7 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
         dtype=dtype,
         max_sequences=settings.max_sequences,
         max_waiting=settings.queue,
+        reserved=settings.reserved_sequences,
         kv_tokens=settings.kv_tokens or KV_TOKENS,
         on_progress=report,
     )

@@ -55,6 +55,9 @@ class Agent:
     )
     threads: int = setting(0, "compute threads; 0: torch's choice", ge=0, le=1024)
     max_sequences: int = setting(16, "requests generated together", ge=1, le=1024)
+    reserved_sequences: int = setting(
+        2, "of max_sequences, those that only P0 may have; at least one is left", ge=0, le=1024
+    )
     kv_tokens: int = setting(
         0, "tokens in the KV cache, all requests; it bounds one, too; 0: engine's choice", ge=0
     )

@@ -235,6 +235,11 @@ class _EngineCollector(Collector):
                 stats.prefix_tokens_hit_total,
             ),
             ("vllm:num_preemptions", "Requests put back to wait.", stats.preemptions_total),
+            (
+                "tongguan_agent_recomputed_tokens",
+                "Tokens that preemption dropped from the KV cache.",
+                stats.recomputed_tokens_total,
+            ),
             ("tongguan_agent_steps", "Model steps.", stats.steps_total),
             ("tongguan_agent_step_seconds", "Time in model steps.", stats.step_seconds_total),
         ):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of a full block: SHA-256 over its parent's digest and its tokens."""
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+
+
+def tenant_root(root: bytes, tenant: str) -> bytes:
+    """Return the parent digest of a tenant's first blocks; "" has the pool's own.
+
+    Prefixes are shared within a tenant only: how soon a first token comes would tell one tenant
+    what another has asked.
+    """
+    if not tenant:
+        return root
+    return hashlib.sha256(root + b"tenant\0" + tenant.encode()).digest()
 
 
 class BlockPool:
@@ -86,15 +97,16 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def match(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match(self, token_ids: Sequence[int], root: bytes = b"") -> tuple[list[int], list[bytes]]:
         """Return the published blocks that hold the longest prefix of `token_ids`, with digests.
 
+        `root`: parent digest of the first block where it is not the pool's.
         At most all but the last token are matched: the last one must be computed, since its logits
         are wanted. Nothing is held by this; call `hold` before anything else.
         """
         blocks: list[int] = []
         digests: list[bytes] = []
-        parent = self.root
+        parent = root or self.root
         for start in range(0, len(token_ids) - self.block_size, self.block_size):
             parent = chain_digest(parent, token_ids[start : start + self.block_size])
             block = self._block_of.get(parent)
@@ -107,6 +119,13 @@ class BlockPool:
     def idle_among(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` count as available now and would not once held."""
         return sum(1 for block in blocks if block in self._cached)
+
+    def freed_by(self, tables: Iterable[Sequence[int]], kept: Iterable[int]) -> int:
+        """Return how many blocks would be available if `tables` were released but for `kept`."""
+        holders = Counter(block for table in tables for block in table)
+        for block in kept:
+            holders.pop(block, None)
+        return sum(1 for block, count in holders.items() if self._held[block] == count)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add one holder to each of `blocks`, which `match` has just returned."""

@@ -66,6 +66,7 @@ def load_engine(
     prefill_tokens: int = 512,
     prefill_tokens_busy: int = 64,
     prefix_cache: bool = True,
+    reserved: int = 0,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> TorchEngine:
     """Load a model and start its engine.
@@ -74,7 +75,8 @@ def load_engine(
     CPU threads a step may use, 0 leaves torch's choice. `kv_tokens`: tokens in the KV
     cache over all sequences, rounded up to blocks of 16; it also bounds a single request.
     `prefill_tokens`, `prefill_tokens_busy`: prompt tokens per step while nothing, or something, is
-    decoding. `on_progress` gets a phase ("open", "weights", "ready") and the fraction done of all.
+    decoding. `reserved`: places of `max_sequences` that only P0 may have. `on_progress` gets a
+    phase ("open", "weights", "ready") and the fraction done of all.
 
     Raises `ModelFileError` for whatever is wrong with the files, ValueError for a bad argument.
     """
@@ -137,6 +139,7 @@ def load_engine(
             max_sequences=max_sequences,
             prefill_tokens=prefill_tokens,
             prefill_tokens_busy=prefill_tokens_busy,
+            reserved=reserved,
         ),
         max_sequences=max_sequences,
         max_waiting=max_waiting,

@@ -80,7 +80,8 @@ class EngineStats:
     `prefix_tokens_queried_total` counts prompt tokens looked up in the prefix cache,
     `prefix_tokens_hit_total` those found. `step_seconds_total` is time spent in model steps.
     `kv_blocks_touched` were ever written; `kv_blocks_promised` is what all requests together may
-    need in the end; `classes`: how many run and wait, by class.
+    need in the end; `classes`: how many run and wait, by class. `recomputed_tokens_total` were
+    dropped from the KV cache by preemption; the prefix cache may have given some of them back.
     """
 
     running: int
@@ -103,6 +104,7 @@ class EngineStats:
     kv_blocks_touched: int = 0
     kv_blocks_promised: int = 0
     classes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    recomputed_tokens_total: int = 0
 
 
 class EngineError(Exception):
@@ -223,8 +225,11 @@ class Engine(Protocol):
         sampling: Sampling,
         on_delta: Callable[[Delta], None],
         qos_class: str = "P1",
+        tenant: str = "",
     ) -> Generation:
         """Queue a request and return at once; thread safe.
+
+        Tenants of a class share it fairly, and share no prefixes.
 
         `on_delta` is called from the engine thread and must not block. Raises `QueueFull`,
         `ContextExceeded`, `EngineClosed`, and ValueError for an empty prompt, an id outside the

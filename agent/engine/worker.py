@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.engine.blocks import tenant_root
 from agent.engine.model import Span
 from agent.engine.sampler import pick
 from agent.engine.scheduler import Seq
@@ -138,6 +139,7 @@ class TorchEngine:
         sampling: Sampling,
         on_delta: Callable[[Delta], None],
         qos_class: str = "P1",
+        tenant: str = "",
     ) -> _Request:
         """Queue a request and return at once; see `types.Engine.submit`."""
         if qos_class not in QOS_CLASSES:
@@ -163,6 +165,8 @@ class TorchEngine:
                 tokens=tokens,
                 prompt_tokens=len(tokens),
                 tokens_max=total,
+                tenant=tenant,
+                root=tenant_root(self._scheduler.pool.root, tenant),
             )
             request = _Request(seq, sampling, on_delta, self._wake)
             self._promised += self._predicted_blocks(request)
@@ -195,6 +199,7 @@ class TorchEngine:
                 kv_blocks_touched=pool.total if self._all_touched else pool.touched,
                 kv_blocks_promised=self._promised,
                 classes=self._classes,
+                recomputed_tokens_total=scheduler.recomputed_tokens,
             )
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class ScriptEngine:
         self.full = False
         self.closed = False
 
-    def submit(self, prompt_ids, sampling, on_delta, qos_class="P1"):
+    def submit(self, prompt_ids, sampling, on_delta, qos_class="P1", tenant=""):
         if self.closed:
             raise EngineClosed
         if self.full:
@@ -115,6 +115,7 @@ class ScriptEngine:
         if len(prompt_ids) + sampling.max_tokens > CONTEXT:
             raise ContextExceeded(len(prompt_ids), sampling.max_tokens, CONTEXT)
         generation = ScriptGeneration(self, prompt_ids, sampling, on_delta, qos_class)
+        generation.tenant = tenant
         self.generations.put(generation)
         threading.Thread(target=self.script, args=(generation,), daemon=True).start()
         return generation

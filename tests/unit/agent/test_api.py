@@ -249,6 +249,21 @@ def test_a_class_is_believed_with_the_sidecars_token(start):
     assert served.metric("tongguan_agent_requests_total", qos_class="P0") == 1
 
 
+def test_a_tenant_is_believed_where_the_class_is(start):
+    served = start(token=b"0123456789abcdef")
+    right = {"Authorization": "Bearer 0123456789abcdef"}
+
+    def tenant(headers):
+        served.client.post(TEXT, json={"prompt": "a"}, headers=headers)
+        return served.engine.generations.get_nowait().tenant
+
+    assert tenant(right | {"X-Tenant-Id": "acme"}) == "acme"
+    assert tenant({"X-Tenant-Id": "acme"}) == ""
+    assert tenant(right) == ""
+    assert tenant(right | {"X-Tenant-Id": "a b"}) == ""
+    assert tenant([*right.items(), ("X-Tenant-Id", "a"), ("X-Tenant-Id", "b")]) == ""
+
+
 def test_without_a_token_no_bearer_is_believed(start):
     client = start(token=b"").client
     for bearer in ("Bearer x", "Bearer", "x"):

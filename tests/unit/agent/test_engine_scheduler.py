@@ -1,44 +1,8 @@
-import itertools
 import random
 
 import pytest
 
-from agent.engine.blocks import BlockPool
-from agent.engine.scheduler import Scheduler, Seq
-
-SIZE = 4
-
-
-class Bench:
-    """A scheduler and a model that says token 7 for ever."""
-
-    def __init__(self, blocks=32, slots=4, prefill=64, busy=8, caching=False):
-        self.scheduler = Scheduler(
-            BlockPool(blocks, SIZE, b"", caching=caching),
-            max_sequences=slots,
-            prefill_tokens=prefill,
-            prefill_tokens_busy=busy,
-        )
-        self.arrivals = itertools.count()
-
-    def add(self, prompt, new=8, rank=1):
-        tokens = list(prompt)
-        seq = Seq(rank, next(self.arrivals), tokens, len(tokens), len(tokens) + new)
-        self.scheduler.add(seq)
-        return seq
-
-    def step(self):
-        """Run a step; return {arrival: (start, count)}."""
-        work = self.scheduler.plan()
-        for piece in work:
-            assert len(piece.seq.table) * SIZE >= piece.start + piece.count
-            assert piece.start == piece.seq.computed
-            self.scheduler.computed(piece)
-            if piece.samples:
-                piece.seq.tokens.append(7)
-                if len(piece.seq.tokens) == piece.seq.tokens_max:
-                    self.scheduler.remove(piece.seq)
-        return {piece.seq.arrival: (piece.start, piece.count) for piece in work}
+from tests.unit.agent.scheduler_kit import Bench
 
 
 def test_a_prompt_is_read_in_bounded_pieces_then_decoded():
@@ -163,8 +127,8 @@ def test_removing_a_waiting_sequence_leaves_the_others():
     bench.add(range(4))
     gone = bench.add(range(4))
     bench.step()
-    bench.scheduler.remove(gone)
-    bench.scheduler.remove(gone)
+    bench.remove(gone)
+    bench.remove(gone)
     assert bench.scheduler.waiting == 0
     assert set(bench.step()) == {0}
 
@@ -184,7 +148,7 @@ def test_random_loads_always_drain(seed):
             prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
             sequences.append(bench.add(prompt, new=rng.randrange(1, 16), rank=rng.randrange(3)))
         if sequences and rng.random() < 0.02:
-            bench.scheduler.remove(rng.choice(sequences))
+            bench.remove(rng.choice(sequences))
         bench.step()
         steps += 1
         assert steps < 5_000, "the load never drained"

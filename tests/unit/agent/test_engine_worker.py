@@ -124,6 +124,42 @@ def test_a_repeated_prompt_is_taken_from_the_cache(make):
     assert (stats.prefix_tokens_queried_total, stats.prefix_tokens_hit_total) == (200, 96)
 
 
+def test_another_tenants_prefix_is_not_found(make):
+    engine = make()
+    prompt, sampling = random_prompt(3, 100), Sampling(2, temperature=0.0)
+    found = []
+    for tenant in ("a", "b", "a", ""):
+        got = Collected()
+        generation = engine.submit(prompt, sampling, got.take, "P1", tenant)
+        assert got.done.wait(60)
+        found.append((generation.cached_tokens, got.token_ids))
+    assert [cached for cached, _ in found] == [0, 0, 96, 0]
+    assert len({tuple(tokens) for _, tokens in found}) == 1
+
+
+def test_a_p2_that_lost_its_place_gives_the_same_tokens(make):
+    engine = make(max_sequences=1)
+    prompt, sampling = random_prompt(4, 40), Sampling(60, temperature=1.0, seed=4)
+    alone = collect(engine, prompt, sampling).token_ids
+    low, high = Collected(), Collected()
+    begun = threading.Event()
+
+    def take(delta):
+        low.take(delta)
+        if len(low.deltas) == 5:
+            engine.submit(random_prompt(5, 8), Sampling(3, temperature=0.0), high.take, "P0")
+            begun.set()
+
+    engine.submit(prompt, sampling, take, "P2")
+    assert begun.wait(60)
+    assert high.done.wait(60)
+    assert not low.done.is_set()
+    assert low.done.wait(60)
+    assert low.token_ids == alone
+    stats = engine.stats()
+    assert (stats.preemptions_total, stats.recomputed_tokens_total) == (1, 0)
+
+
 def test_max_tokens_ends_with_length(make):
     got = collect(make(), random_prompt(1, 4), Sampling(5, temperature=0.0))
     assert (got.finish, len(got.token_ids), len(got.deltas)) == ("length", 5, 5)
