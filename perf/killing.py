@@ -158,7 +158,7 @@ async def _last(directory: Path) -> None:
 
 def measure(directory: Path, points: int, seed: int) -> dict[str, Any]:
     """Kill that many processes; return what was lost, and the log's verdict at the end."""
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.note import Keyset
 
     rng = random.Random(seed)

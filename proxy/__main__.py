@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import logging
 import os
-import resource
 import sys
 from typing import TYPE_CHECKING
 
 from proxy.config import Settings, read
+from proxy.keys.memory import no_core_dumps
 from proxy.settings import SettingsError, StartError, service_variables
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
     ignored = service_variables(os.environ)
     if ignored:
         logging.getLogger("proxy").info("ignored, Kubernetes made them: %s", " ".join(ignored))
-    # Keys live in this process: no core dump may hold them.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    no_core_dumps()
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:

@@ -1,4 +1,4 @@
-"""The admin door: livez, readyz, metrics, config, drain, log level.
+"""The admin door: livez, readyz, metrics, config, drain, log level, the audit chain's next key.
 
 Runs in a thread with a loop of its own, so that a probe is answered while the data loop is busy or
 stuck, which is when it matters. It only reads what the data loop writes; what it changes it hands
@@ -108,6 +108,7 @@ class AdminDoor:
         health: Health,
         token: bytes,
         on_drain: Callable[[], None],
+        on_rotate: Callable[[], bool],
         siblings: Siblings | None = None,
         loop_name: str = "admin",
     ) -> None:
@@ -116,6 +117,7 @@ class AdminDoor:
         self._private = False
         self._token = token
         self._on_drain = on_drain
+        self._on_rotate = on_rotate
         self._registry: CollectorRegistry | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=loop_name, daemon=True)
@@ -170,7 +172,7 @@ class AdminDoor:
             return (503 if reasons else 200), JSON, orjson.dumps(ready)
         if path == b"/metrics" and get:
             return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
-        if path not in (b"/config", b"/drain", b"/loglevel"):
+        if path not in (b"/config", b"/drain", b"/loglevel", b"/audit/rotate"):
             return 404, JSON, RequestError("invalid_request", "no such path").body()
         if not self._allowed(peer, raw[: head.size]):
             refusal = RequestError("unauthorized", "only from loopback or with the bearer token")
@@ -181,6 +183,12 @@ class AdminDoor:
             self._on_drain()
             self._tell(head, b"")
             return 200, JSON, b'{"draining":true}'
+        if path == b"/audit/rotate" and head.method == b"POST":
+            rotating = self._on_rotate()
+            self._tell(head, b"")
+            if not rotating:
+                raise RequestError("audit_unavailable", "there is no chain that can be written now")
+            return 200, JSON, b'{"rotating":true}'
         if path == b"/loglevel" and head.method == b"POST":
             level = body.strip().decode("latin-1").lower()
             if level not in LEVELS:

@@ -8,6 +8,9 @@ from typing import Literal
 from proxy.config_address import split_endpoint
 from proxy.settings import setting
 
+# An auditor derives each key from the one before, and a chain has at most 999 999 of them.
+ROTATE_RECORDS_MIN = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
@@ -35,6 +38,10 @@ class Audit:
     retention_days: int = setting(
         183, "records older than this are removed, whole segments at a time; 0: never", ge=0
     )
+    rotate_s: int = setting(900, "the chain's key goes on after so long; 0: not by time", ge=0)
+    rotate_records: int = setting(
+        1_000_000, "and after so many records, at least 1000; 0: not by count", ge=0
+    )
     alg: Literal["s256", "sm3"] = setting("s256", "chain MAC: HMAC-SHA256 or HMAC-SM3")
     prompt_hash_mode: Literal["keyed", "plain"] = setting(
         "keyed", "plain lets a dictionary open prompt hashes"
@@ -44,6 +51,8 @@ class Audit:
 
 def audit_problems(audit: Audit) -> list[str]:
     """Return what is wrong between settings of the audit chain."""
+    if 0 < audit.rotate_records < ROTATE_RECORDS_MIN:
+        return [f"audit.rotate_records: expected 0 or at least {ROTATE_RECORDS_MIN}"]
     if audit.witness.startswith("https:"):
         return ["audit.witness: expected http:// or unix:/path, of an agent on this node"]
     if audit.witness:

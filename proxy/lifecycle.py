@@ -16,6 +16,7 @@ import socket
 from typing import TYPE_CHECKING, cast
 
 from proxy.admin import AdminDoor
+from proxy.audit.rekeying import changes, follow
 from proxy.audit.trace_id import MACHINES, TraceIds, machine_from_node
 from proxy.clock import SystemClock
 from proxy.config import Settings, split_address
@@ -103,7 +104,7 @@ class Sidecar:
             except SettingsError as problem:
                 raise StartError(str(problem)) from None
             siblings = worker.siblings() if worker is not None and worker.first else None
-            self._admin = AdminDoor(self._health, token, self._start_drain, siblings)
+            self._admin = AdminDoor(self._health, token, self._start_drain, self._rotate, siblings)
             try:
                 self._admin.start(doors.admin)
             except OSError as problem:
@@ -185,6 +186,7 @@ class Sidecar:
         try:
             if isinstance(loaded, SettingsError):
                 raise loaded
+            rekeyed = changes(context.keys, loaded.keys)
             made = context.renewed(loaded)
         except (SettingsError, ValueError, OSError) as problem:
             log.warning("not reloaded, nothing has changed: %s", problem)
@@ -202,6 +204,7 @@ class Sidecar:
             made.audit.append(
                 "decision", {"what": "reload", "config_sha256": config_digest(settings)}
             )
+            follow(made.audit, rekeyed, own_seed=True)
         counters.loaded_wall_s = self._clock.wall_ms() / 1000
         counters.reloads["ok"] += 1
 
@@ -258,6 +261,14 @@ class Sidecar:
         # From the admin thread, and before its answer: who asks readyz next must see it.
         self._draining = True
         self._context.draining = True
+
+    def _rotate(self) -> bool:
+        # From the admin thread.
+        audit = self._context.audit
+        if audit is None or not audit.available:
+            return False
+        self._loop.call_soon_threadsafe(audit.rotate)
+        return True
 
     async def _drain(self) -> None:
         if self._watcher is not None:

@@ -200,8 +200,9 @@ def kept_keys(new: KeySet | None, first: KeySet | None) -> list[str]:
     if new is None or first is None:
         return []
     names = []
-    if new.chain_seed() != first.chain_seed():
-        names.append("keys.file: chain seed")
+    seed, before = new.chain_seed(), first.chain_seed()
+    if seed != before and (seed is None or before is None or seed[0] == before[0]):
+        names.append("keys.file: chain seed")  # another one of the same name is no next one
     if new.auditor_public() != first.auditor_public():
         names.append("keys.file: auditor")
     return names

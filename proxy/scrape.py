@@ -288,6 +288,7 @@ class Collector:
             ("checkpoints", "Checkpoints signed."),
             ("pruned_records", "Records removed by retention."),
             ("pruned_bytes", "Bytes removed by retention."),
+            ("rotations", "Keys that the chain went on to."),
         ):
             value = getattr(stats, name)
             yield CounterMetricFamily(f"tongguan_proxy_audit_{name}", text, value=value)

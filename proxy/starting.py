@@ -68,6 +68,8 @@ def start_audit(
         flush_records=row.flush_records,
         segment_bytes=row.segment_bytes,
         heartbeat_s=row.heartbeat_s,
+        rotate_s=row.rotate_s,
+        rotate_records=row.rotate_records,
         genesis=_genesis(settings),
         signers=signers,
         witness=_witness(settings, signers),

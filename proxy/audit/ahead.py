@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.reader import Line
 
 # A smaller segment is not worth a process's while.

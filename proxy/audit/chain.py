@@ -4,7 +4,9 @@ Pure. A line is `JSON TAB hex(mac) LF`; `mac(n) = HMAC(k, raw prev || JSON)`, wh
 of the record before (32 zero bytes in genesis). `Chain` is the writer's head: it moves by one
 record at a time and can be set back to a durable one (`Head` is a value).
 
-Erasing keys is best effort in Python: bytes objects stay until collected (docs/audit.md, "Keys").
+Keys only move on: behind a `rotate` the next one counts, and what came before it is erased once
+that record is durable (until then the chain may be set back). Erasing is best effort in Python
+(docs/audit.md, "MAC and keys").
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kernels import wire
 from proxy.audit import canonical
+from proxy.keys.memory import Secret
 from proxy.sm4.digest import Digest, new_digest
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ ALGS: tuple[Alg, ...] = ("s256", "sm3")
 MAC_BYTES = 32
 ZERO_MAC = "0" * 64
 LINE_BYTES = 64 << 10
-EPOCH_LIMIT = 1 << 20
+EPOCH_LIMIT = 999_999
 
 _BLOCK_BYTES = 64
 _U32 = struct.Struct(">I").pack
@@ -78,6 +81,19 @@ def parse_key_id(text: str) -> tuple[str, str, int] | None:
     if not seed_id or alg not in ALGS or not plain or int(rest) > EPOCH_LIMIT:
         return None
     return seed_id, alg, int(rest)
+
+
+def follows(new_key_id: str, old_key_id: str) -> bool:
+    """Say whether a `rotate` may lead there: the next epoch, or the first of another seed."""
+    new, old = parse_key_id(new_key_id), parse_key_id(old_key_id)
+    if new is None or old is None or new[1] != old[1]:
+        return False
+    return new[2] == (old[2] + 1 if new[0] == old[0] else 0)
+
+
+def ids_root(seed: bytes, origin: str) -> bytes:
+    """Return what the segment keys of token ids come from where these are not sealed."""
+    return hkdf(seed, b"tongguan audit ids\0" + origin.encode(), 32)
 
 
 class Hmac:
@@ -170,42 +186,148 @@ _request_line = wire.lines(_request_line_pure)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a chain stands: the next seq, and the MAC of the record before it."""
+    """Where a chain stands: the next seq, the MAC of the record before it, which of its keys."""
 
     seq: int = 0
     prev: str = ZERO_MAC
+    turn: int = 0  # rotations so far
+
+
+class Turn:
+    """One key of a chain, from one `rotate` to the next."""
+
+    __slots__ = ("alg", "epoch", "ids_root", "key", "key_id", "mac", "seed_id")
+
+    def __init__(self, seed_id: str, alg: str, epoch: int, key: bytes, ids_root: bytes) -> None:
+        self.seed_id = seed_id
+        self.alg = alg
+        self.epoch = epoch
+        self.key_id = key_id(seed_id, alg, epoch)
+        self.key = Secret(key)
+        self.ids_root = ids_root
+        self.mac = mac(alg, key)
+
+    def next(self) -> Turn:
+        """Return the next epoch of the same seed."""
+        key = next_key(self.key.value())
+        return Turn(self.seed_id, self.alg, self.epoch + 1, key, self.ids_root)
 
 
 class Chain:
     """The writer's end of a chain."""
 
-    __slots__ = ("_fixed", "_kind", "_mac", "_origin", "prev", "seq")
+    __slots__ = (
+        "_fixed",
+        "_forgotten",
+        "_kind",
+        "_mac",
+        "_origin",
+        "_quoted_origin",
+        "_turn",
+        "_turns",
+        "prev",
+        "seq",
+    )
 
     def __init__(self, origin: str, seed_id: str, alg: Alg, seed: bytes) -> None:
-        self._fixed = {"v": 1, "origin": origin, "key_id": key_id(seed_id, alg, 0)}
-        self._mac = mac(alg, chain_key(seed, alg, origin))
-        # The chain's own members of a request record, as they stand around the others.
-        self._kind = f'"key_id":{_quoted(self._fixed["key_id"])},"kind":"request",'
-        self._origin = f'","origin":{_quoted(origin)},'
+        self._origin = origin
+        self._quoted_origin = f'","origin":{_quoted(origin)},'
+        self._turns = [self._first_turn(seed_id, alg, seed)]
+        self._forgotten = 0  # turns before the first that is kept
+        self._turn = 0
+        self._fixed: dict[str, Any] = {}
+        self._kind = ""
+        self._mac = self._turns[0].mac
         self.seq = 0  # of the next record
         self.prev = ZERO_MAC  # MAC of the record before it, hex
+        self._go_on(0)
+
+    def _first_turn(self, seed_id: str, alg: str, seed: bytes) -> Turn:
+        origin = self._origin
+        return Turn(seed_id, alg, 0, chain_key(seed, alg, origin), ids_root(seed, origin))
+
+    def _go_on(self, turn: int) -> None:
+        """Write under the key of a turn from here on."""
+        self._turn = turn
+        current = self._turns[turn - self._forgotten]
+        self._mac = current.mac
+        self._fixed = {"v": 1, "origin": self._origin, "key_id": current.key_id}
+        # The chain's own members of a request record, as they stand around the others.
+        self._kind = f'"key_id":{_quoted(current.key_id)},"kind":"request",'
+
+    @property
+    def key_id(self) -> str:
+        """The key that the next record is written under."""
+        return self._turns[self._turn - self._forgotten].key_id
+
+    @property
+    def ids_root(self) -> bytes:
+        """See `ids_root`; of the seed in use."""
+        return self._turns[self._turn - self._forgotten].ids_root
+
+    @property
+    def head(self) -> Head:
+        """Where the chain stands."""
+        return Head(self.seq, self.prev, self._turn)
 
     def back_to(self, head: Head) -> None:
-        """Forget what was chained after `head`."""
+        """Forget what was chained after `head`, but for the keys it was to go on to."""
         self.seq, self.prev = head.seq, head.prev
+        if head.turn != self._turn:
+            self._go_on(head.turn)
 
-    def line(self, kind: str, members: dict[str, Any], wall_ns: int, mono_ns: int) -> bytes:
-        """Chain one record and return its line; `members` fit (canonical.fit).
+    def prepare(self, seed: tuple[str, bytes] | None = None) -> bool:
+        """Make the key that the next `rotate` behind all others leads to.
 
-        Raises ValueError, with the chain where it was, when the line would exceed `LINE_BYTES`.
+        It is the next epoch's, or the first of another seed (id, 32 bytes). False: the epochs are
+        used up, and there is none.
         """
+        last = self._turns[-1]
+        if seed is not None and seed[0] != last.seed_id:
+            self._turns.append(self._first_turn(seed[0], last.alg, seed[1]))
+        elif last.epoch >= EPOCH_LIMIT:
+            return False
+        else:
+            self._turns.append(last.next())
+        return True
+
+    def rotate_line(self, wall_ns: int, mono_ns: int) -> bytes:
+        """Chain a `rotate` under the key in use, and go on to the one that was prepared."""
+        new = self._turns[self._turn + 1 - self._forgotten]
+        record = self._record("rotate", {"new_key_id": new.key_id}, wall_ns, mono_ns)
+        record["new_key_mac"] = new.mac.hex(bytes.fromhex(self.prev), canonical.encode(record))
+        line = self._linked(canonical.encode(record))
+        self._go_on(self._turn + 1)
+        return line
+
+    def forget_before(self, turn: int) -> None:
+        """Erase the keys before those of a turn: records of theirs are durable."""
+        while self._forgotten < turn:
+            self._turns.pop(0).key.erase()
+            self._forgotten += 1
+
+    def erase(self) -> None:
+        """Erase every key: the chain has ended."""
+        for turn in self._turns:
+            turn.key.erase()
+
+    def _record(
+        self, kind: str, members: dict[str, Any], wall_ns: int, mono_ns: int
+    ) -> dict[str, Any]:
         record = members | self._fixed
         record["kind"] = kind
         record["seq"] = self.seq
         record["wall_ns"] = str(wall_ns)
         record["mono_ns"] = str(mono_ns)
         record["prev"] = self.prev
-        return self._linked(canonical.encode(record))
+        return record
+
+    def line(self, kind: str, members: dict[str, Any], wall_ns: int, mono_ns: int) -> bytes:
+        """Chain one record and return its line; `members` fit (canonical.fit).
+
+        Raises ValueError, with the chain where it was, when the line would exceed `LINE_BYTES`.
+        """
+        return self._linked(canonical.encode(self._record(kind, members, wall_ns, mono_ns)))
 
     def request_line(self, text: RequestText, wall_ns: int, mono_ns: int) -> bytes:
         """As `line`, for a request."""
@@ -215,7 +337,7 @@ class Chain:
             self._mac,
             self.prev,
             self._kind,
-            self._origin,
+            self._quoted_origin,
             self.seq,
             wall_ns,
             mono_ns,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit import canonical
-from proxy.audit.chain import ZERO_MAC, chain_key, mac, next_key, parse_key_id
+from proxy.audit.chain import ZERO_MAC, follows
 from proxy.audit.findings import INFORMATION, Finding, Place
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
 from proxy.audit.note import Keyset
@@ -24,46 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proxy.audit.ahead import Run
-    from proxy.audit.chain import Mac
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.pruned import Kept
 
 HEARTBEAT_TOLERANCE = 1.5
-_HMACS_KEPT = 16
+# Key ids of which it is said that they are not known, each once.
+_UNKNOWN_KEPT = 16
 _QUIET_MAX_NS = (1 << 63) - 1
-
-
-class MacKeys:
-    """Chain seeds by id; MAC states are derived as they are asked for."""
-
-    def __init__(self, seeds: Mapping[str, bytes]) -> None:
-        self._seeds = dict(seeds)
-        self._hmacs: dict[tuple[str, str], Mac] = {}
-
-    def hmac(self, key_id: str, origin: str) -> Mac | None:
-        """Return the MAC under a record's key id, or None where no seed of ours is meant."""
-        found = self._hmacs.get((key_id, origin))
-        if found is not None:
-            return found
-        parsed = parse_key_id(key_id)
-        if parsed is None or parsed[0] not in self._seeds:
-            return None
-        seed_id, alg, epoch = parsed
-        key = chain_key(self._seeds[seed_id], alg, origin)
-        for _ in range(epoch):
-            key = next_key(key)
-        if len(self._hmacs) >= _HMACS_KEPT:
-            self._hmacs.clear()
-        self._hmacs[key_id, origin] = made = mac(alg, key)
-        return made
-
-    @property
-    def used(self) -> bool:
-        """Whether any record so far named one of these seeds."""
-        return bool(self._hmacs)
-
-    def seed(self, seed_id: str) -> bytes | None:
-        """Return a seed."""
-        return self._seeds.get(seed_id)
 
 
 def quiet_ns(heartbeat_ns: int) -> int:
@@ -302,7 +269,7 @@ class ChainCheck:
         hmac = self._keys.hmac(key_id, record["origin"])
         if hmac is None:
             if key_id not in self._unknown_keys:
-                if len(self._unknown_keys) < _HMACS_KEPT:
+                if len(self._unknown_keys) < _UNKNOWN_KEPT:
                     self._unknown_keys.add(key_id)
                 seq = record["seq"] if self._low <= record["seq"] else self._high
                 self.find("key_unknown", seq, place, f"no key {canonical.clean_text(key_id, 80)}")
@@ -367,6 +334,8 @@ class ChainCheck:
     def _check_rotate(self, line: Line, seq: int, place: Place) -> None:
         record = line.record
         self._key_id = record["new_key_id"]
+        if not follows(self._key_id, record["key_id"]):
+            self.find("malformed", seq, place, "rotate leads to no key that may follow")
         if self._keys is None:
             return
         hmac = self._keys.hmac(self._key_id, record["origin"])

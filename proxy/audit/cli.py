@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 import click
 import orjson
 
+from proxy.audit.keys_cli import erase, rotate
 from proxy.audit.views.cli import follow_command, report, stats
 
 if TYPE_CHECKING:
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.findings import ChainEnd, Result
     from proxy.audit.given import Given
     from proxy.keys.file import KeyFile
@@ -43,6 +44,8 @@ def audit() -> None:
 audit.add_command(stats)
 audit.add_command(report)
 audit.add_command(follow_command)
+audit.add_command(rotate)
+audit.add_command(erase)
 
 _keys_option = click.option(
     "--keys",
@@ -102,7 +105,7 @@ def verify(
     tongguan audit verify copy/ --since 2026-01-01T00:00:00+08:00 --json
     tongguan audit verify copy/ --keys auditor.json --jobs 8
     """  # noqa: D301 - \\b is click's mark
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.given import GivenError, read_checkpoints
     from proxy.audit.progress import Progress
     from proxy.audit.verify import verify_directory
@@ -180,6 +183,12 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
         if shown.ids is not None:
             click.echo(f"token ids: {' '.join(map(str, shown.ids))}")
         click.secho(f"token ids: {shown.ids_note}", fg=None if shown.ids_hold else "red")
+        for row in shown.erased:
+            moment = datetime.fromtimestamp(int(row["wall_ns"]) // 10**9, tz=UTC).isoformat()
+            click.echo(
+                f"erased: {row['key_ref']}, the tenant's prompt key, was destroyed by {moment} "
+                f"(record {row['seq']} of {row['origin']})"
+            )
     if shown.mac == "mismatch" or not shown.ids_hold:
         sys.exit(CONTENT_MISMATCH)
 
@@ -323,7 +332,7 @@ def _read_keys(path: Path, option: str) -> KeyFile:
 
 
 def _mac_keys(key_file: KeyFile) -> MacKeys:
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
 
     return MacKeys(dict(key_file.chain_seeds))
 

@@ -1,20 +1,21 @@
 """Sealed token ids: the side file `<first seq>.ids` of a segment (docs/audit.md, "Token ids").
 
-The head holds a fresh 32-byte segment key, wrapped to the auditor's X25519 key; entries hold the
-ids of one record each, SM4-GCM under a data key of their own. Integers are little-endian. Whoever
-holds the pod's keys but not the auditor's private key cannot read an entry once written.
+The head holds a fresh 32-byte segment key, wrapped to the auditor's public key (`wrap`); entries
+hold the ids of one record each, SM4-GCM under a data key of their own. Integers are little-endian.
+Whoever holds the pod's keys but not the auditor's private key cannot read an entry once written.
 
-Pure, but for the caller's random bytes; X25519 comes from `cryptography`, when first used.
+Pure, but for the caller's random bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from typing import TYPE_CHECKING, Literal
 
+from proxy.audit import wrap
 from proxy.audit.chain import hkdf, hkdf_expand, sha256_hex
+from proxy.audit.wrap import WrapError
 from proxy.sm4.cipher import SM4_GCM, TagError, aead
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 TokenIds = Literal["sealed", "commit", "plain", "off"]
 
 MAGIC = b"TGIDS\0\0\1"
-WRAP_X25519 = 1
-HEAD = struct.Struct("<8sB3xQ8s32s48s")
-HEAD_BYTES = HEAD.size
+# Wrap formats by the length of the auditor's public key.
+_FORMATS = {wrap.X25519_BYTES: 1, wrap.SM2_BYTES: 2}
+_FIXED = struct.Struct("<8sB3xQ8s")
+HEAD_BYTES_MAX = _FIXED.size + wrap.WRAPPED_BYTES_MAX
 KEY_BYTES = 32
 # Ids of one record; the rest is counted but not kept. Above any model's context today.
 IDS_LIMIT = 1 << 20
@@ -34,17 +36,6 @@ PLAIN_LIMIT = 3000
 EMPTY_SHA256 = sha256_hex(b"")
 
 _NONCE = bytes(12)
-# RFC 7748, 6.1 refuses an all-zero shared secret; these u-coordinates are what gives one.
-_P = (1 << 255) - 19
-_LOW_ORDER = frozenset(
-    {
-        0,
-        1,
-        _P - 1,
-        325606250916557431795983626356110631294008115727848805560023387167927233504,
-        39382357235489614581723060781553021112529911719440698176882885853963445705823,
-    }
-)
 _WRAP_INFO = b"tongguan audit ids wrap"
 
 
@@ -68,76 +59,51 @@ def unpack(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 4}I", data))
 
 
-def usable_public(public: bytes) -> bool:
-    """Say whether an X25519 key is none of the points that make every shared secret zero."""
-    point = int.from_bytes(public, "little") & ((1 << 255) - 1)
-    return len(public) == KEY_BYTES and point % _P not in _LOW_ORDER
-
-
-def auditor_key_id(public: bytes) -> bytes:
-    """Return the 8 bytes by which a head names the auditor's key."""
-    return hashlib.sha256(public).digest()[:8]
-
-
-def _wrap_key(shared: bytes, ephemeral: bytes, public: bytes, origin: str) -> bytes:
-    info = _WRAP_INFO + b"\0" + origin.encode()
-    return hkdf(shared, info, 16, salt=ephemeral + public)
+def _info(origin: str) -> bytes:
+    return _WRAP_INFO + b"\0" + origin.encode()
 
 
 def make_head(
-    public: bytes, origin: str, first_seq: int, segment_key: bytes, ephemeral_private: bytes
+    public: bytes, origin: str, first_seq: int, segment_key: bytes, random: bytes
 ) -> bytes:
     """Return the head of a side file.
 
-    `public` is the auditor's X25519 key, 32 bytes; `ephemeral_private` 32 fresh random bytes.
-    Raises ValueError for a public key of low order.
+    `public` is the auditor's key, 32 bytes of X25519 or 64 of SM2; `random` 32 fresh bytes. Raises
+    ValueError for a public key that cannot be used.
     """
-    from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - 3 MB of RSS
-        X25519PrivateKey,
-        X25519PublicKey,
-    )
-
-    private = X25519PrivateKey.from_private_bytes(ephemeral_private)
-    ephemeral = private.public_key().public_bytes_raw()
-    shared = private.exchange(X25519PublicKey.from_public_bytes(public))
-    key = _wrap_key(shared, ephemeral, public, origin)
-    fixed = HEAD.pack(MAGIC, WRAP_X25519, first_seq, auditor_key_id(public), ephemeral, bytes(48))[
-        :-48
-    ]
-    return fixed + aead(SM4_GCM, key, one_message=True).seal(_NONCE, segment_key, fixed)
+    fixed = _FIXED.pack(MAGIC, _FORMATS[len(public)], first_seq, wrap.key_id(public))
+    return fixed + wrap.wrap(public, segment_key, _info(origin), fixed, random)
 
 
 def open_head(head: bytes, origin: str, first_seq: int, auditor_private: bytes) -> bytes:
-    """Return the segment key of a head; raises `IdsError`."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - 3 MB of RSS
-        X25519PrivateKey,
-        X25519PublicKey,
-    )
-
-    if len(head) != HEAD_BYTES:
+    """Return the segment key of a head, which may be followed by more; raises `IdsError`."""
+    if len(head) < _FIXED.size:
         raise IdsError("the head of the side file is cut")
-    magic, wrap, seq, key_id, ephemeral, sealed = HEAD.unpack(head)
+    magic, form, seq, key_id = _FIXED.unpack_from(head)
     if magic != MAGIC:
         raise IdsError("not a side file of token ids")
-    if wrap != WRAP_X25519:
-        raise IdsError(f"wrap format {wrap} is not known here")
-    private = X25519PrivateKey.from_private_bytes(auditor_private)
-    public = private.public_key().public_bytes_raw()
-    if key_id != auditor_key_id(public):
+    size = next((size for size, number in _FORMATS.items() if number == form), 0)
+    if not size:
+        raise IdsError(f"wrap format {form} is not known here")
+    try:
+        public = wrap.public_of(auditor_private, size)
+    except ValueError:
+        public = b""
+    if key_id != wrap.key_id(public):
         raise IdsError(OTHER_AUDITOR)
     if seq != first_seq:
         raise IdsError("the head belongs to another segment")
+    wrapped = head[_FIXED.size : _FIXED.size + wrap.wrapped_bytes(size)]
+    if len(wrapped) != wrap.wrapped_bytes(size):
+        raise IdsError("the head of the side file is cut")
     try:
-        shared = private.exchange(X25519PublicKey.from_public_bytes(ephemeral))
-        key = _wrap_key(shared, ephemeral, public, origin)
-        return aead(SM4_GCM, key, one_message=True).open(_NONCE, sealed, head[:-48])
-    except (TagError, ValueError):
+        return wrap.unwrap(auditor_private, public, wrapped, _info(origin), head[: _FIXED.size])
+    except WrapError:
         raise IdsError("the segment key does not open: the head was changed") from None
 
 
-def commit_key(seed: bytes, origin: str, first_seq: int) -> bytes:
-    """Return the segment key where ids are not sealed: it comes from the chain seed."""
-    root = hkdf(seed, b"tongguan audit ids\0" + origin.encode(), KEY_BYTES)
+def commit_key(root: bytes, first_seq: int) -> bytes:
+    """Return the segment key where ids are not sealed; `root` is `chain.ids_root` of the seed."""
     return hkdf(root, b"segment" + struct.pack("<Q", first_seq), KEY_BYTES)
 
 

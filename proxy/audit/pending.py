@@ -55,7 +55,7 @@ class _Item:
 class _Segment:
     """The writer's view of the segment it fills."""
 
-    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_size", "records", "size")
+    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_root", "ids_size", "records", "size")
 
     def __init__(self, first_seq: int) -> None:
         self.file = SegmentFile(first_seq)
@@ -65,6 +65,7 @@ class _Segment:
         self.ids_digest = hashlib.sha256()
         self.ids_size = 0
         self.ids_head = b""
+        self.ids_root = b""
 
 
 class Pending:
@@ -75,7 +76,6 @@ class Pending:
         chain: Chain,
         *,
         origin: str,
-        seed: bytes,
         mode: TokenIds,
         auditor_public: bytes | None,
         segment_bytes: int,
@@ -86,7 +86,6 @@ class Pending:
         self.durable_ticket = -1
         self._chain = chain
         self._origin = origin
-        self._seed = seed
         self._mode = mode
         self._auditor_public = auditor_public
         self._segment_bytes = segment_bytes
@@ -145,6 +144,26 @@ class Pending:
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
         return item.ticket
 
+    def rotate(
+        self, wall_ns: int, mono_ns: int, seed: tuple[str, bytes] | None = None
+    ) -> int | None:
+        """Chain a `rotate` to the next key, or to the first of another seed; returns its ticket.
+
+        None: there is no next key.
+        """
+        if not self._chain.prepare(seed):
+            return None
+        return self._add(_Item(0, "rotate", _NONE, None, None, wall_ns, mono_ns))
+
+    def end(self) -> None:
+        """Erase the keys: nothing is chained any more."""
+        self._chain.erase()
+
+    @property
+    def key_id(self) -> str:
+        """The key that the next record is written under."""
+        return self._chain.key_id
+
     def _add(self, item: _Item) -> int:
         if self._chain.seq >= self._hold_at:
             self._held.append(item)
@@ -188,14 +207,17 @@ class Pending:
         return refused
 
     def settle(self, records: int) -> None:
-        """Forget the first `records`: they are durable."""
+        """Forget the first `records`: they are durable, and so the keys before theirs are gone."""
         item = None
+        turn = self.durable.turn
         for _ in range(records):
             item = self._items.popleft()
             self.bytes -= len(item.line) + len(item.entry)
             self.durable_ticket = max(self.durable_ticket, item.ticket)
+            turn += item.kind == "rotate"
         if item is not None:
-            self.durable = Head(item.seq + 1, item.line[-65:-1].decode())
+            self.durable = Head(item.seq + 1, item.line[-65:-1].decode(), turn)
+            self._chain.forget_before(turn)
 
     def take(self) -> list[Part]:
         """Hand all items over: one part a segment."""
@@ -234,14 +256,14 @@ class Pending:
     def _place(self, item: _Item) -> None:
         """Chain an item into the current segment, or into a new one if that is full."""
         chain = self._chain
-        seq, prev = chain.seq, chain.prev
+        before = chain.head
         self._link(item)
         segment = self._segment
         limit = self._segment_bytes - _END_ROOM
         full = segment.size + len(item.line) > limit or segment.ids_size > limit
         self._ended = self._ended or item.kind == "closed"
         if full and segment.records > 1 and not (self._ended or item.kind in _STAYING_KINDS):
-            chain.back_to(Head(seq, prev))
+            chain.back_to(before)
             self._roll(item)
             self._link(item)
         self._keep(item)
@@ -254,6 +276,10 @@ class Pending:
             item.seq = self._chain.seq
             item.line = self._chain.request_line(text, item.wall_ns, item.mono_ns)
             item.entry = entry
+            return
+        if item.kind == "rotate":
+            item.seq = self._chain.seq
+            item.line = self._chain.rotate_line(item.wall_ns, item.mono_ns)
             return
         if item.kind in ("segment_end", "closed"):
             digest = self._segment.ids_digest.hexdigest()
@@ -281,7 +307,7 @@ class Pending:
         except ValueError:
             return text.with_ids(count), b""
         segment, seq = self._segment, self._chain.seq
-        if segment.ids is None:
+        if segment.ids is None or segment.ids_root != self._ids_root():
             self._open_ids(segment)
         assert segment.ids is not None
         if mode == "sealed":
@@ -294,8 +320,12 @@ class Pending:
         plain = ids[: token_ids.PLAIN_LIMIT] if mode == "plain" else None
         return text.with_ids(count, commit, ids=plain), b""
 
+    def _ids_root(self) -> bytes:
+        """Return what a segment's ids key comes from, b"" where that is drawn at random."""
+        return b"" if self._mode == "sealed" else self._chain.ids_root
+
     def _open_ids(self, segment: _Segment) -> None:
-        first = segment.file.first_seq
+        first, root = segment.file.first_seq, self._ids_root()
         if self._mode == "sealed":
             assert self._auditor_public is not None
             key = os.urandom(token_ids.KEY_BYTES)
@@ -303,7 +333,8 @@ class Pending:
                 self._auditor_public, self._origin, first, key, os.urandom(32)
             )
         else:
-            key = token_ids.commit_key(self._seed, self._origin, first)
+            key = token_ids.commit_key(root, first)
+        segment.ids_root = root
         segment.ids = token_ids.SegmentIds(key)
 
     def _roll(self, item: _Item) -> None:

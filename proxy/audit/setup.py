@@ -6,8 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from proxy.audit import ids as token_ids
 from proxy.audit.canonical import encode, fit
+from proxy.audit.layout import remote_filesystem
+from proxy.audit.recover import survey
+from proxy.audit.wrap import usable_public
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT_RECORDS = 1000
 CHECKPOINT_S = 10
-_LOST_OUTCOMES = 16
 
 
 class AuditError(Exception):
@@ -35,8 +36,11 @@ class AuditUnavailableError(Exception):
 class ChainConfig:
     """What a chain is started with; sizes in bytes, times in the unit of their name.
 
-    `auditor_public` is a 32-byte X25519 key; `genesis` has at least `config_sha256` and `image`.
-    All `signers` sign every checkpoint; without one there are none.
+    `auditor_public` is an X25519 key of 32 bytes or an SM2 key of 64; `genesis` has at least
+    `config_sha256` and `image`.
+    All `signers` sign every checkpoint; without one there are none. The key goes on after
+    `rotate_records` records or `rotate_s`; 0: not for that reason. The writer keeps the config
+    without the seed: who has that has every key.
     """
 
     dir: Path
@@ -56,6 +60,8 @@ class ChainConfig:
     witness: Witness | None = None
     checkpoint_records: int = CHECKPOINT_RECORDS
     checkpoint_s: int = CHECKPOINT_S
+    rotate_records: int = 0
+    rotate_s: int = 0
 
 
 @dataclass(slots=True)
@@ -77,36 +83,20 @@ class AuditStats:
     checkpoint_seq: int = -1
     pruned_records: int = 0
     pruned_bytes: int = 0
+    rotations: int = 0
 
 
-@dataclass(slots=True)
-class Losses:
-    """What was dropped since the last `lost` record."""
-
-    count: int = 0
-    from_ns: int = 0
-    to_ns: int = 0
-    reason: str = ""
-    outcomes: dict[str, int] = field(default_factory=dict)
-
-    def add(self, outcome: str, now_ns: int) -> None:
-        """Count one record."""
-        self.count += 1
-        self.from_ns = self.from_ns or now_ns
-        self.to_ns = now_ns
-        if outcome not in self.outcomes and len(self.outcomes) >= _LOST_OUTCOMES:
-            outcome = "other"
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-
-    def members(self) -> dict[str, Any]:
-        """Return the members of the `lost` record."""
-        return {
-            "from": str(self.from_ns),
-            "to": str(self.to_ns),
-            "count": self.count,
-            "reason": self.reason,
-            "outcomes": self.outcomes,
-        }
+def looked_over(config: ChainConfig) -> Survey:
+    """Return what lies where the chain is to be; raises `AuditError` where none can be started."""
+    checked(config)
+    try:
+        config.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remote = remote_filesystem(config.dir)
+        if remote:
+            raise AuditError(f"{config.dir} is on {remote}; a chain needs a local file system")
+        return survey(config.dir)
+    except OSError as problem:
+        raise AuditError(f"audit directory {config.dir}: {problem}") from problem
 
 
 def checked(config: ChainConfig) -> ChainConfig:
@@ -118,8 +108,10 @@ def checked(config: ChainConfig) -> ChainConfig:
                 "(auditor's public key in the key file) or set audit.token_ids to "
                 "commit, plain or off"
             )
-        if not token_ids.usable_public(config.auditor_public):
-            raise AuditError("the auditor's public key is no usable X25519 key of 32 bytes")
+        if not usable_public(config.auditor_public):
+            raise AuditError(
+                "the auditor's public key is no usable X25519 key of 32 bytes or SM2 key of 64"
+            )
     if len(config.seed) != 32:
         raise AuditError("a chain seed is 32 bytes")
     missing = {"config_sha256", "image"} - config.genesis.keys()

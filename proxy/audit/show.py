@@ -9,7 +9,8 @@ import orjson
 
 from proxy.audit import ids as token_ids
 from proxy.audit.canonical import clean_text
-from proxy.audit.chain import parse_key_id
+from proxy.audit.chain import ids_root, parse_key_id
+from proxy.audit.erase import erased_keys
 from proxy.audit.ids import IdsError, SegmentIds
 from proxy.audit.layout import chain_dirs, ids_name, open_regular, segments
 from proxy.audit.reader import Line, parse_line, stored_lines
@@ -17,7 +18,7 @@ from proxy.audit.reader import Line, parse_line, stored_lines
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
 
 MacState = Literal["ok", "mismatch", "not checked"]
 
@@ -26,7 +27,9 @@ MacState = Literal["ok", "mismatch", "not checked"]
 class Shown:
     """A record where it stands. `ids` is None where they cannot be read; `ids_note` says why.
 
-    `ids_hold` is False when ids are there and are not what the record committed to.
+    `ids_hold` is False when ids are there and are not what the record committed to. `erased` are
+    the records that say that a prompt key of the tenant was destroyed since: without it nobody can
+    check the hashes.
     """
 
     record: dict[str, Any]
@@ -36,6 +39,7 @@ class Shown:
     ids: list[int] | None
     ids_note: str
     ids_hold: bool
+    erased: tuple[dict[str, Any], ...] = ()
 
     def public(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -46,6 +50,10 @@ class Shown:
             "mac": self.mac,
             "ids": self.ids,
             "ids_note": self.ids_note,
+            "erased": [
+                {name: record[name] for name in ("origin", "seq", "wall_ns", "key_ref")}
+                for record in self.erased
+            ],
         }
 
 
@@ -64,7 +72,10 @@ def find_record(
                     line = parse_line(raw)
                     if isinstance(line, Line) and line.record["kind"] == "request":
                         name = f"{chain.name}/{path.name}"
-                        return _shown(line, path, name, first, offset, keys, auditor_private)
+                        alone = chain == directory
+                        return _shown(
+                            line, path, name, first, offset, keys, auditor_private, alone=alone
+                        )
     return None
 
 
@@ -76,6 +87,8 @@ def _shown(
     offset: int,
     keys: MacKeys | None,
     auditor_private: bytes | None,
+    *,
+    alone: bool,
 ) -> Shown:
     record = line.record
     mac: MacState = "not checked"
@@ -90,7 +103,14 @@ def _shown(
         ids, note = _read_ids(record, path, first, keys, auditor_private)
     except IdsError as problem:
         hold, note = False, str(problem)
-    return Shown(record, name, offset, mac, ids, note, hold)
+    gone = tuple(
+        row
+        for row in erased_keys(path.parent if alone else path.parent.parent).get(
+            str(record["tenant"]), []
+        )
+        if int(row["wall_ns"]) >= int(record["wall_ns"])
+    )
+    return Shown(record, name, offset, mac, ids, note, hold, gone)
 
 
 def _read_ids(
@@ -117,7 +137,7 @@ def _read_ids(
     seed = keys.seed(parsed[0]) if keys and parsed else None
     if seed is None:
         return listed, "in the record; the commitment needs --auditor-key"
-    segment = SegmentIds(token_ids.commit_key(seed, record["origin"], first))
+    segment = SegmentIds(token_ids.commit_key(ids_root(seed, record["origin"]), first))
     _demand(segment, record, token_ids.pack(listed))
     return listed, "in the record; they fit the commitment"
 
@@ -127,7 +147,7 @@ def _open_sealed(
 ) -> tuple[list[int], str]:
     try:
         with open_regular(path.with_name(ids_name(first))) as file:
-            head = file.read(token_ids.HEAD_BYTES)
+            head = file.read(token_ids.HEAD_BYTES_MAX)
             file.seek(max(0, record["ids_at"]))
             size = file.read(4)
             length = int.from_bytes(size, "little")

@@ -17,7 +17,7 @@ import orjson
 from proxy.audit.across import Directory, Seen, check_across
 from proxy.audit.ahead import Ahead, Segment
 from proxy.audit.chain import LINE_BYTES
-from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, MacKeys, Outside, quiet_ns
+from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, Outside, quiet_ns
 from proxy.audit.findings import ChainEnd, Finding, Place, Result
 from proxy.audit.layout import chain_dirs, first_seq_of, is_locked, open_regular, segments
 from proxy.audit.note import Keyset
@@ -29,6 +29,7 @@ from proxy.audit.segment import Reading, check_segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.signed import Expected
 
 # Directories below one without chains that are looked into for a hint.

@@ -2,8 +2,7 @@
 
 `append` builds a record's line at once and never waits; lines gather until `flush_ms` or
 `flush_records`, then go to the sync thread as whole batches, one batch at a time. A record stays in
-memory until it is durable, at most `PENDING_RECORDS` and `PENDING_BYTES` of them; beyond that
-records are lost, counted, and a `lost` record says so later.
+memory until it is durable; how many may, and what becomes of the others, is `room`'s.
 
 A checkpoint is signed in the sync thread, of all that is durable, in one go with the batch that
 makes it due; what is appended meanwhile is held for as long as that sync takes and chained behind
@@ -19,50 +18,49 @@ One loop, one process: a forked child is refused at its first append.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
-import queue
-import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from proxy.audit.canonical import fit
 from proxy.audit.chain import Chain
-from proxy.audit.checkpoint import Checkpointer, Signed
-from proxy.audit.disk import Committed, Disk, Part
-from proxy.audit.layout import chain_name, remote_filesystem
+from proxy.audit.checkpoint import Checkpointer
+from proxy.audit.layout import chain_name
 from proxy.audit.note import NoteError
 from proxy.audit.pending import NEVER, Pending
 from proxy.audit.record import REQUIRED
-from proxy.audit.recover import survey
+from proxy.audit.room import Room
+from proxy.audit.rotation import Rotation
 from proxy.audit.setup import (
     AuditError,
     AuditStats,
     AuditUnavailableError,
     ChainConfig,
-    Losses,
-    checked,
     genesis_members,
+    looked_over,
 )
+from proxy.audit.syncer import Syncer
+from proxy.audit.waiters import Waiters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from proxy.audit.checkpoint import Signed
+    from proxy.audit.disk import Committed
     from proxy.audit.request import RequestText
     from proxy.clock import Clock
 
-PENDING_RECORDS = 8192
-PENDING_BYTES = 16 << 20
 RETRY_S = 0.5
 CLOSE_S = 5.0
-# What the witness has at the end: less than CLOSE_S, in which the thread must be gone.
-FAREWELL_S = 2.0
 # What `append` returns for a record it had to drop.
 LOST = -1
 
 # A start is not refused for these: the chain comes up unavailable and heals.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+# Kinds with a call of their own.
+_OWN_CALLS = ("request", "rotate")
 # Records that may wait behind a checkpoint's worth of them before it is signed: the verifier takes
 # up to `checkpoint_records` + 256 unsigned ones at a chain's end.
 _UNSIGNED_SLACK = 192
@@ -82,19 +80,18 @@ class AuditWriter:
         """Prepare; `start` does the rest."""
         self.stats = AuditStats()
         self.dir = chain_dir
-        self._config = config
+        self._config = replace(config, seed=b"")
         self._clock = clock
         self._loop = loop
         self._gauges = gauges
         self._pid = os.getpid()
-        self._disk = Disk(chain_dir)
         self._tree: Checkpointer | None = None
         if config.signers:
             self._tree = Checkpointer(config.origin, config.signers, config.witness)
+        self._syncer = Syncer(chain_dir, self._tree, loop, self._done)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
             origin=config.origin,
-            seed=config.seed,
             mode=config.token_ids,
             auditor_public=config.auditor_public,
             segment_bytes=config.segment_bytes,
@@ -104,18 +101,16 @@ class AuditWriter:
         self._signing = False
         self._checkpoint_seq = -1
         self._checkpoint_timer: asyncio.TimerHandle | None = None
-        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiters = Waiters(loop)
+        self._next_seed: tuple[str, bytes] | None = None
+        self._rotation = Rotation(config.rotate_records, config.rotate_s, clock.mono_ns())
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
         self._last_ns = 0
         self._available = True
-        self._losing = False
-        self._losses = Losses()
-        self._loss_reason = ""
+        self._room = Room()
         self._closing = False
         self._drained: asyncio.Future[None] | None = None
-        self._jobs: queue.SimpleQueue[tuple[list[Part], bool] | None] = queue.SimpleQueue()
-        self._syncer = threading.Thread(target=self._sync_loop, name="audit-sync", daemon=True)
 
     @classmethod
     def start(
@@ -131,15 +126,7 @@ class AuditWriter:
         are durable. Raises `AuditError`; but a full or failing disk gives a writer that is not
         `available` and heals by itself.
         """
-        checked(config)
-        try:
-            config.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remote = remote_filesystem(config.dir)
-            if remote:
-                raise AuditError(f"{config.dir} is on {remote}; a chain needs a local file system")
-            found = survey(config.dir)
-        except OSError as problem:
-            raise AuditError(f"audit directory {config.dir}: {problem}") from problem
+        found = looked_over(config)
         name = chain_name(clock.wall_ns(), os.urandom(4).hex())
         try:
             self = cls(config, clock, loop, gauges, config.dir / name)
@@ -148,9 +135,9 @@ class AuditWriter:
         self._add("genesis", genesis_members(config, found))
         for origin, tail in found.undeclared:
             self._add("recovered", tail.members(origin))
-        committed, _ = self._commit(self._pending.take(), sign=False)
+        committed, _ = self._syncer.commit(self._pending.take(), sign=False)
         if committed.error is not None and committed.error.errno not in _PASSING:
-            self._disk.close()
+            self._syncer.close()
             raise AuditError(f"audit directory {config.dir}: {committed.error}") from (
                 committed.error
             )
@@ -164,7 +151,7 @@ class AuditWriter:
     @property
     def available(self) -> bool:
         """Whether records reach the disk; under policy `block` no means 503."""
-        return self._available and not self._losing and not self._closing
+        return self._available and not self._room.losing and not self._closing
 
     @property
     def witness_trouble(self) -> str:
@@ -173,11 +160,19 @@ class AuditWriter:
         return witness.trouble if witness is not None else ""
 
     def watch(self) -> None:
-        """Write an alarm record for what has gone wrong off the loop; to be called now and then."""
+        """Do what is due by time; to be called about once a second.
+
+        An alarm record for what has gone wrong off the loop; the next key.
+        """
+        if self._closing:
+            return
         witness = self._config.witness
-        alarm = witness.alarm() if witness is not None and not self._closing else ""
+        alarm = witness.alarm() if witness is not None else ""
         if alarm:
             self.append("alarm", {"what": alarm})
+        due = self._rotation.due(self._pending.next_seq, self._clock.mono_ns())
+        if due or self._next_seed is not None:
+            self.rotate()
 
     @property
     def origin(self) -> str:
@@ -188,11 +183,11 @@ class AuditWriter:
         """Chain one record; returns its seq, or `LOST` when it had to be dropped.
 
         Never blocks. `members` must hold what `record.KINDS` demands and belongs to the writer from
-        here on. Raises `AuditError` for a missing member, an unknown kind, a request (see
-        `append_request`), a record that no line holds, or in a forked child.
+        here on. Raises `AuditError` for a missing member, an unknown kind, one with a call of its
+        own (`append_request`, `rotate`), a record that no line holds, or in a forked child.
         """
         required = REQUIRED.get(kind)
-        if required is None or kind == "request" or not required <= members.keys():
+        if required is None or kind in _OWN_CALLS or not required <= members.keys():
             raise AuditError(f"a record of kind {kind!r} lacks what it must hold")
         if not self._takes(str(members.get("outcome", "none"))):
             return LOST
@@ -213,15 +208,52 @@ class AuditWriter:
         self._appended()
         return ticket
 
+    def rotate(self) -> int:
+        """Go on to the next key; returns the seq of the `rotate` record.
+
+        `LOST`: there is no next key, or the chain cannot be written now; ask again. The key before
+        is erased when that record is durable.
+        """
+        ticket = self._rotate()
+        if ticket != LOST:
+            self._appended()
+        return ticket
+
+    def rotate_to(self, seed: tuple[str, bytes]) -> None:
+        """Go on to the first key of another seed (id, 32 bytes), as soon as that can be written."""
+        self._next_seed = seed
+        self.watch()
+
+    def _rotate(self) -> int:
+        if not self.available or not self._takes("none"):
+            return LOST
+        wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
+        ticket = self._pending.rotate(wall_ns, mono_ns, self._next_seed)
+        self._next_seed = None
+        if ticket is None:
+            self._rotation.exhausted = True
+            self._add("alarm", {"what": "key_epochs_used_up: start the sidecar again"})
+            return LOST
+        self._rotation.done(self._pending.next_seq, mono_ns)
+        self.stats.rotations += 1
+        self._last_ns = mono_ns
+        return ticket
+
+    @property
+    def key_id(self) -> str:
+        """The key that the next record is written under."""
+        return self._pending.key_id
+
     def _takes(self, outcome: str) -> bool:
         """Say whether there is room for a record; one that finds none is counted as lost."""
         if os.getpid() != self._pid:
             raise AuditError("this chain belongs to the parent process; start one of your own")
-        if self._closing or not self._room():
-            self._lose(outcome)
+        if self._closing or not self._has_room():
+            self.stats.lost += 1
+            self._room.lose(outcome, self._clock.wall_ns())
             return False
-        if self._losses.count:
-            self._add_lost()
+        if self._room.lost:
+            self._add("lost", self._room.tell())
         return True
 
     def _appended(self) -> None:
@@ -239,16 +271,14 @@ class AuditWriter:
             return
         if seq == LOST or not self._available or self._drained is not None:
             raise AuditUnavailableError("the audit chain cannot be written now")
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.append((seq, future))
-        await future
+        await self._waiters.durable(seq)
 
     async def close(self) -> None:
         """Write `closed`, sync, unlock. Raises `AuditUnavailableError` if it did not get there."""
         if self._closing:
             return
-        if self._losses.count:
-            self._add_lost()
+        if self._room.lost:
+            self._add("lost", self._room.tell())
         self._closing = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -269,31 +299,14 @@ class AuditWriter:
                 if timer is not None:
                     timer.cancel()
             self._timer = self._checkpoint_timer = None
-            # The thread lets go of the files: it may be inside a write that hangs.
-            self._jobs.put(None)
+            self._syncer.end()
             await self._loop.run_in_executor(None, self._syncer.join, CLOSE_S)
+            self._pending.end()
 
     # Order: the loop's side.
 
-    def _room(self) -> bool:
-        count, size = len(self._pending), self._pending.bytes
-        if self._losing:
-            self._losing = count > PENDING_RECORDS // 2 or size > PENDING_BYTES // 2
-        else:
-            self._losing = count >= PENDING_RECORDS or size >= PENDING_BYTES
-        return not self._losing
-
-    def _lose(self, outcome: str) -> None:
-        self.stats.lost += 1
-        self._losses.add(outcome, self._clock.wall_ns())
-        if not self._loss_reason:
-            self._loss_reason = "queue_full"
-
-    def _add_lost(self) -> None:
-        losses = self._losses
-        losses.reason = self._loss_reason
-        self._losses, self._loss_reason = Losses(), ""
-        self._add("lost", losses.members())
+    def _has_room(self) -> bool:
+        return self._room.has(self._pending, self._pending.bytes)
 
     def _add(self, kind: str, members: dict[str, Any]) -> int:
         wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
@@ -321,6 +334,8 @@ class AuditWriter:
             self._timer = None
         if self._syncing or not (self._pending or self._due):
             return
+        if self._rotation.due(self._pending.next_seq, self._last_ns):
+            self._rotate()
         unsigned = self._pending.next_seq - self._checkpoint_seq - 1
         sign = self._tree is not None and (self._due or unsigned >= self._config.checkpoint_records)
         self._syncing = True
@@ -329,7 +344,7 @@ class AuditWriter:
             self._pending.hold()
         elif unsigned:
             self._await_checkpoint()
-        self._jobs.put((self._pending.take(), sign))
+        self._syncer.put(self._pending.take(), sign=sign)
 
     def _await_checkpoint(self) -> None:
         if self._tree is not None and self._checkpoint_timer is None:
@@ -340,25 +355,6 @@ class AuditWriter:
         self._checkpoint_timer = None
         self._due = True
         self._schedule()
-
-    def _sync_loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            parts, sign = job
-            committed, signed = self._commit(parts, sign=sign)
-            del parts, job
-            with contextlib.suppress(RuntimeError):  # the loop is gone
-                self._loop.call_soon_threadsafe(self._done, committed, signed)
-        self._disk.close()
-        if self._tree is not None:
-            self._tree.farewell(FAREWELL_S)
-
-    def _commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
-        """Write, sync, and sign what is durable then; in the sync thread."""
-        committed = self._disk.commit(parts)
-        if self._tree is None:
-            return committed, None
-        self._tree.add(parts, committed.records)
-        return committed, self._tree.sign() if sign and committed.error is None else None
 
     def _place_checkpoint(self, signed: Signed | None) -> None:
         """Chain the checkpoint that was asked for, then what was held behind it."""
@@ -398,8 +394,7 @@ class AuditWriter:
         self._available = committed.error is None
         if committed.error is not None:
             stats.failures += 1
-            if not self._loss_reason:
-                self._loss_reason = errno.errorcode.get(committed.error.errno or 0, "io_error")
+            self._room.blame(errno.errorcode.get(committed.error.errno or 0, "io_error"))
             if committed.sealed is not None:
                 self._pending.chain_again(committed.sealed)
                 # A checkpoint that was not durable is left out; the next stands right behind.
@@ -407,13 +402,13 @@ class AuditWriter:
         if self._signing:
             self._place_checkpoint(signed)
         stats.pending = len(self._pending)
-        self._wake(failed=not self._available)
+        self._waiters.wake(self._pending.durable_ticket, failed=not self._available)
         if not self._available:
             self._timer = self._loop.call_later(RETRY_S, self._flush)
             return
-        self._loss_reason = self._loss_reason if self._losses.count else ""
-        if self._losses.count and not self._closing and self._room():
-            self._add_lost()
+        self._room.good()
+        if self._room.lost and not self._closing and self._has_room():
+            self._add("lost", self._room.tell())
         if self._drained is None:
             self._schedule()
         elif self._pending or self._due:
@@ -421,27 +416,12 @@ class AuditWriter:
         elif not self._drained.done():
             self._drained.set_result(None)
 
-    def _wake(self, *, failed: bool) -> None:
-        if not self._waiters:
-            return
-        waiting = []
-        for ticket, future in self._waiters:
-            if future.done():
-                continue
-            if ticket <= self._pending.durable_ticket:
-                future.set_result(None)
-            elif failed:
-                future.set_exception(AuditUnavailableError("the audit chain cannot be written now"))
-            else:
-                waiting.append((ticket, future))
-        self._waiters = waiting
-
     def _beat(self) -> None:
         """Append a heartbeat if nothing was for `heartbeat_s`, and come again when it is due."""
         every = self._config.heartbeat_s
         quiet = (self._clock.mono_ns() - self._last_ns) / 1e9
         if quiet >= every and not self._closing:
-            if self._room():
+            if self._has_room():
                 in_flight, started = self._gauges()
                 load: dict[str, Any] = {"in_flight": in_flight, "started_total": started}
                 self.append("heartbeat", load)

@@ -90,6 +90,13 @@ def keys() -> None:
     help="Who signs the audit log's checkpoints; both: two signatures on each.",
 )
 @click.option(
+    "--auditor",
+    type=click.Choice(["x25519", "sm2"]),
+    default="x25519",
+    show_default=True,
+    help="The auditor's pair, to which token ids and chain seeds are sealed.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Replace files that are there: the envelope key and the chain seed are fresh; the "
@@ -107,6 +114,7 @@ def new(
     require_mac: bool,
     digest: str,
     checkpoints: str,
+    auditor: str,
     force: bool,
 ) -> None:
     """Draw fresh keys and write sidecar.json, client.json and auditor.json, mode 0600.
@@ -135,6 +143,7 @@ def new(
         require_mac=require_mac,
         require_signature=require_signature,
         checkpoints=("ed25519", "sm2") if checkpoints == "both" else (checkpoints,),
+        auditor=auditor,
     )
     now_ms = time.time_ns() // 1_000_000
     try:

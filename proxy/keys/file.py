@@ -157,7 +157,7 @@ def parse(path: Path, data: bytes) -> KeyFile:
                 (_seed_id(i, row.id), _secret(f"chain_seeds[{i}].seed", row.seed))
                 for i, row in enumerate(document.chain_seeds)
             ),
-            auditor_public=_optional("auditor_public", document.auditor_public),
+            auditor_public=_auditor(document.auditor_public),
             auditor_private=_optional("auditor_private", document.auditor_private),
             checkpoint_keys=tuple(
                 (row.name, row.scheme, _secret(f"checkpoint_keys[{i}].private", row.private))
@@ -215,6 +215,13 @@ def _secret(name: str, text: str) -> bytes:
 
 def _optional(name: str, text: str) -> bytes | None:
     return _secret(name, text) if text else None
+
+
+def _auditor(text: str) -> bytes | None:
+    """Return an auditor's public key: X25519 of 32 bytes, or SM2 of 64."""
+    if len(text) == 2 * PUBLIC_BYTES["sm2"]:
+        return _bytes("auditor_public", text, PUBLIC_BYTES["sm2"])
+    return _optional("auditor_public", text)
 
 
 def _seed_id(index: int, text: str) -> str:

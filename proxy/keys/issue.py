@@ -39,6 +39,7 @@ class Order:
     require_mac: bool = False
     require_signature: bool = False
     checkpoints: tuple[str, ...] = ("ed25519",)
+    auditor: str = "x25519"
 
 
 def issue(
@@ -55,10 +56,6 @@ def issue(
     the auditor's pair, the public keys of checkpoints), the envelope key, the chain seed in use and
     the key that signs checkpoints are fresh.
     """
-    from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - issuing only
-        X25519PrivateKey,
-    )
-
     from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - issuing only
 
     kid, root = random(8), random(32)
@@ -84,8 +81,10 @@ def issue(
             prompt_keys[tenant] = random(32)
     seed = (random(8).hex(), random(32))
     seeds = (*before.chain_seeds, seed) if before else (seed,)
-    private = (before.auditor_private if before else None) or random(32)
-    public = X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    private = before.auditor_private if before else None
+    public = before.auditor_public if before else None
+    if private is None or public is None:
+        private, public = _auditor_pair(order.auditor, random)
     name = f"tongguan-{random(4).hex()}"
     signs = tuple((name, scheme, draw(scheme, random)[0]) for scheme in order.checkpoints)
     lines = before.verify_keys if before else ()
@@ -95,6 +94,19 @@ def issue(
         "client": KeyFile("client", (replace(key, sign_private=sign_private),), {}, (), None, None),
         "auditor": KeyFile("auditor", (), prompt_keys, seeds, public, private, (), lines),
     }
+
+
+def _auditor_pair(scheme: str, random: Callable[[int], bytes]) -> tuple[bytes, bytes]:
+    """Return (private, public) of an auditor's new pair: x25519 or sm2."""
+    if scheme == "sm2":
+        private, public = draw("sm2", random)
+        return private, public
+    from cryptography.hazmat.primitives.asymmetric.x25519 import (  # noqa: PLC0415 - issuing only
+        X25519PrivateKey,
+    )
+
+    private = random(32)
+    return private, X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def earlier(directory: Path) -> KeyFile | None:

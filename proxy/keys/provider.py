@@ -15,7 +15,7 @@ Names, and what a version is:
 | `prompt/<tenant>` | key of a tenant's prompt and output hashes, 32 bytes | as counted, or "1" |
 | `chain/<seed id>` | what a chain's keys start from, 32 bytes | the seed id; the last is in use |
 | `checkpoint/<name>/<scheme>` | private key that signs checkpoints, 32 bytes | the key's name |
-| `auditor/public` | the auditor's X25519 public key: no secret | "1" |
+| `auditor/public` | the auditor's public key, X25519 or SM2: no secret | "1" |
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class KeySet:
         return seeds[-1] if seeds else None
 
     def auditor_public(self) -> bytes | None:
-        """Return the auditor's X25519 public key, 32 raw bytes, or None."""
+        """Return the auditor's public key, or None: 32 bytes of X25519, or 64 of SM2."""
         return self._contents.auditor_public
 
     def checkpoint_keys(self) -> tuple[tuple[str, str, bytes], ...]:

@@ -30,8 +30,8 @@ _N = 0xFFFFFFFEFFFFFFFFFFFFFFFFFFFFFFFF7203DF6B21C6052B53BBF40939D54123
 ID = b"1234567812345678"
 # id-ecPublicKey with the curve's name, in the two DER forms that hold a key (RFC 5480, RFC 5958).
 _ALGORITHM = bytes.fromhex("301306072a8648ce3d020106082a811ccf5501822d")
-_PUBLIC_HEAD = b"\x30\x59" + _ALGORITHM + b"\x03\x42\x00\x04"
-_PRIVATE_HEAD = b"\x30\x41\x02\x01\x00" + _ALGORITHM + b"\x04\x27\x30\x25\x02\x01\x01\x04\x20"
+PUBLIC_HEAD = b"\x30\x59" + _ALGORITHM + b"\x03\x42\x00\x04"
+PRIVATE_HEAD = b"\x30\x41\x02\x01\x00" + _ALGORITHM + b"\x04\x27\x30\x25\x02\x01\x01\x04\x20"
 _OPENSSL_MIN = 0x30000000
 _DER_BYTES_MAX = 80
 # GB/T 32918.2's curve with a key and a signature of its form, to try a library with.
@@ -66,18 +66,15 @@ def is_private(private: bytes) -> bool:
     return len(private) == PRIVATE_BYTES and 1 <= int.from_bytes(private, "big") <= _N - 2
 
 
-class _Library:
+class Library:
     """The functions of one libcrypto, with their types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         text, length = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t)
 
-        def function(name: str, result: object, *arguments: object) -> Callable[..., int]:
-            found = getattr(library, name)  # AttributeError: no libcrypto of ours
-            found.restype, found.argtypes = result, arguments
-            return found  # type: ignore[no-any-return]
-
+        self._library = library
+        function = self.function
         self.version = function("OpenSSL_version_num", ctypes.c_ulong)
         self.sm3 = function("EVP_sm3", pointer)
         self.read_public = function("d2i_PUBKEY", pointer, pointer, pointer, ctypes.c_long)
@@ -93,6 +90,12 @@ class _Library:
         self.sign = function("EVP_DigestSign", number, pointer, pointer, length, text, size)
         self.verify = function("EVP_DigestVerify", number, pointer, text, size, text, size)
         self.clear_errors = function("ERR_clear_error", None)
+
+    def function(self, name: str, result: object, *arguments: object) -> Callable[..., int]:
+        """Return a function with its types; raises AttributeError: this is no libcrypto of ours."""
+        found = getattr(self._library, name)
+        found.restype, found.argtypes = result, arguments
+        return found  # type: ignore[no-any-return]
 
     def read(self, der: bytes, *, private: bool) -> int:
         """Return the key of DER bytes; raises ValueError."""
@@ -119,12 +122,12 @@ class _Library:
         return context
 
 
-class _Key:
+class Key:
     """Something of OpenSSL's that is freed with its owner."""
 
     __slots__ = ("_library", "handle")
 
-    def __init__(self, library: _Library, der: bytes, *, private: bool) -> None:
+    def __init__(self, library: Library, der: bytes, *, private: bool) -> None:
         self._library = library
         self.handle = 0
         self.handle = library.read(der, private=private)
@@ -139,18 +142,18 @@ class Sm2Verifier:
 
     __slots__ = ("_key", "_library")
 
-    def __init__(self, public: bytes, library: _Library | None = None) -> None:
+    def __init__(self, public: bytes, library: Library | None = None) -> None:
         if not is_point(public):
             raise ValueError("not a point of the SM2 curve")
-        self._library = library or _library()
-        self._key = _Key(self._library, _PUBLIC_HEAD + public, private=False)
+        self._library = library or openssl()
+        self._key = Key(self._library, PUBLIC_HEAD + public, private=False)
 
     def verify(self, signature: bytes, message: bytes) -> bool:
         """Say whether r || s is this key's signature over `message`."""
         r, s = signature[:32], signature[32:]
         if len(signature) != SIGNATURE_BYTES or not (_in_range(r) and _in_range(s)):
             return False
-        body = _der_integer(r) + _der_integer(s)
+        body = der_integer(r) + der_integer(s)
         der = b"\x30" + bytes([len(body)]) + body
         library = self._library
         context = library.begin(self._key.handle, library.begin_verify)
@@ -169,8 +172,8 @@ class Sm2Signer:
     def __init__(self, private: bytes) -> None:
         if not is_private(private):
             raise ValueError("not a private key of the SM2 curve")
-        self._library = _library()
-        self._key = _Key(self._library, _PRIVATE_HEAD + private, private=True)
+        self._library = openssl()
+        self._key = Key(self._library, PRIVATE_HEAD + private, private=True)
 
     def sign(self, message: bytes) -> bytes:
         """Return r || s over `message`."""
@@ -198,7 +201,8 @@ def _in_range(number: bytes) -> bool:
     return 1 <= int.from_bytes(number, "big") < _N
 
 
-def _der_integer(number: bytes) -> bytes:
+def der_integer(number: bytes) -> bytes:
+    """Return a number of up to 32 bytes as a DER INTEGER; 0 is not asked for."""
     digits = number.lstrip(b"\0")
     if digits[0] & 0x80:
         digits = b"\0" + digits
@@ -224,7 +228,7 @@ def _candidates() -> list[str]:
     return [*([linked] if linked else []), "libcrypto.so.3"]
 
 
-def _works(library: _Library) -> bool:
+def _works(library: Library) -> bool:
     if library.version() < _OPENSSL_MIN:
         return False
     try:
@@ -237,11 +241,11 @@ def _works(library: _Library) -> bool:
 
 
 @cache
-def _library() -> _Library:
+def openssl() -> Library:
     """Return the first libcrypto that works; raises `Sm2UnavailableError`."""
     for name in _candidates():
         try:
-            library = _Library(ctypes.CDLL(name))
+            library = Library(ctypes.CDLL(name))
         except (OSError, AttributeError):
             continue
         if _works(library):
@@ -252,7 +256,7 @@ def _library() -> _Library:
 def available() -> bool:
     """Say whether SM2 signatures can be made and verified here."""
     try:
-        _library()
+        openssl()
     except Sm2UnavailableError:
         return False
     return True

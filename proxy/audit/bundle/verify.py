@@ -13,7 +13,7 @@ note of the RFC 6962 tree over all lines before it (only Ed25519 signatures are 
 from __future__ import annotations
 
 import base64, hashlib, hmac, json, re, sys
-from functools import lru_cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,13 @@ def add(a: Point, b: Point) -> Point:
     g, h = 2 * a[3] * b[3] * D, 2 * a[2] * b[2]
     i, j, k, m = f - e, h - g, h + g, f + e
     return (i * j % P, k * m % P, j * k % P, i * m % P)
-def times(scalar: int, point: Point) -> Point:
+def times(n: int, point: Point) -> Point:
     total = (0, 1, 1, 0)
-    while scalar:
-        total = add(total, point) if scalar & 1 else total
-        point, scalar = add(point, point), scalar >> 1
+    while n:
+        total, point, n = add(total, point) if n & 1 else total, add(point, point), n >> 1
     return total
 def decompress(data: bytes) -> Point:
-    y = int.from_bytes(data, "little")
-    sign, y = y >> 255, y & ((1 << 255) - 1)
+    sign, y = divmod(int.from_bytes(data, "little"), 1 << 255)
     square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
     x = pow(square, (P + 3) // 8, P)
     x = x if (x * x - square) % P == 0 else x * pow(2, (P - 1) // 4, P) % P
@@ -67,9 +65,8 @@ def read_key(line: str) -> Key:
     return name, bytes.fromhex(key_id), data[0], data[1:]
 def read_note(note: str, keys: list[Key]) -> tuple[str, int, bytes, set[Key]]:
     """Return origin, size, root and the keys whose signature on it holds; raises ValueError."""
-    text, _, tail = note.rpartition("\n\n")
+    (text, _, tail), good = note.rpartition("\n\n"), set()
     origin, size, root = text.split("\n")
-    good = set()
     for line in tail.removesuffix("\n").split("\n"):
         mark, name, packed = line.split(" ")
         data = decode64(packed, validate=True)
@@ -83,7 +80,7 @@ def read_note(note: str, keys: list[Key]) -> tuple[str, int, bytes, set[Key]]:
             good |= {key} if ed25519_holds(key[3], signature, message) else set()
     if str(int(size)) != size: raise ValueError("not a size")
     return origin, int(size), decode64(root, validate=True), good
-# --- The tree: RFC 6962, 2.1. `peaks` are the roots of its whole subtrees, largest first.
+# --- The tree: RFC 6962, 2.1 (a path in it: RFC 9162, 2.1.3.2). `peaks`: roots of whole subtrees.
 def node(left: bytes, right: bytes) -> bytes:
     return sha256(b"\1" + left + right).digest()
 def append(peaks: list[bytes], size: int, line: bytes) -> None:
@@ -92,7 +89,6 @@ def append(peaks: list[bytes], size: int, line: bytes) -> None:
         one, size = node(peaks.pop(), one), size >> 1
     peaks.append(one)
 def root_of_path(line: bytes, index: int, size: int, path: list[bytes]) -> bytes | None:
-    """Return the root that an inclusion path leads to: RFC 9162, 2.1.3.2."""
     one, last = sha256(b"\0" + line).digest(), size - 1
     for other in path:
         right = index & 1 or index == last
@@ -102,7 +98,7 @@ def root_of_path(line: bytes, index: int, size: int, path: list[bytes]) -> bytes
         index, last = index >> 1, last >> 1
     return one if last == index == 0 else None
 # --- One line: canonical JSON (RFC 8785; integers and short strings only), TAB, MAC.
-HEX64 = re.compile("[0-9a-f]{64}")
+HEX64, KEY = re.compile("[0-9a-f]{64}"), re.compile(r"(.+)\.(s256|sm3)\.(0|[1-9][0-9]{0,5})")
 TYPES: dict[str, Any] = {
     "": lambda v: type(v) is str, "m": lambda v: type(v) is dict, "l": lambda v: type(v) is list,
     "i": lambda v: type(v) is int and abs(v) < 2**53,
@@ -129,6 +125,8 @@ def fits(value: Any, depth: int) -> bool:
         items = value.values() if type(value) is dict else value
         return depth <= 16 and all(fits(item, depth + 1) for item in items)
     return type(value) in (str, bool) or bool(TYPES["i"](value))
+def write(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 def parse(raw: bytes) -> tuple[Any, Any, Any]:
     """Return (record, JSON, MAC) of a stored line, or (class, how many records, MAC if any)."""
     data, tab, mac = raw.removesuffix(b"\n").partition(b"\t")
@@ -143,8 +141,7 @@ def parse(raw: bytes) -> tuple[Any, Any, Any]:
         return "half_line" if re.fullmatch(rb"[0-9a-f]{0,63}", mac) else "malformed", 1, end
     try:  # what stands twice, or is spelled otherwise, gives other bytes when written again
         record = json.loads(data.decode())
-        again = json.dumps(record, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        canonical = type(record) is dict and again.encode() == data and fits(record, 0)
+        canonical = type(record) is dict and write(record) == data and fits(record, 0)
     except (ValueError, RecursionError): canonical = False
     if not canonical:
         cut = data[:1] == b"{" and not data.rstrip(b" \r\0").endswith(b"}")
@@ -156,20 +153,23 @@ def parse(raw: bytes) -> tuple[Any, Any, Any]:
         good = record["outcome"] in WORDS[:8] and record["phase"] in WORDS[8:]
     return (record, data, end) if good and record["seq"] >= 0 else ("malformed", 1, end)
 # --- MACs: HMAC(epoch key, raw prev || JSON); a chain's keys come from its seed by HKDF-SHA256.
-@lru_cache(maxsize=64)
+ALGS, KEYS = {"s256": "sha256", "sm3": "sm3"}, dict[Any, tuple[int, bytes]]()  # KEYS: last epoch
 def key_of(seed: bytes, alg: str, epoch: int, origin: str) -> bytes:
-    key, info = seed, b"\0".join((b"tongguan audit v1", alg.encode(), origin.encode()))
-    for number in range(epoch + 1):
+    info = b"\0".join((b"tongguan audit v1", alg.encode(), origin.encode()))
+    at, key = KEYS.get((seed, alg, origin), (-1, seed))
+    at, key = (at, key) if at <= epoch else (-1, seed)  # keys go one way
+    for number in range(at + 1, epoch + 1):
         prk = hmac.digest(bytes(32), key, "sha256")
         key = hmac.digest(prk, (b"audit epoch" if number else info) + b"\1", "sha256")
+    KEYS[seed, alg, origin] = epoch, key
     return key
-def mac_of(seeds: dict[str, bytes], record: dict[str, Any], data: bytes) -> str | None:
-    """Return the MAC in hex, or None where the seed is not given."""
-    match = re.fullmatch(r"(.+)\.(s256|sm3)\.(0|[1-9][0-9]{0,5})", record["key_id"])
-    if match is None or match[1] not in seeds: return None
-    key = key_of(seeds[match[1]], match[2], int(match[3]), record["origin"])
-    digest = "sha256" if match[2] == "s256" else "sm3"
-    return hmac.new(key, bytes.fromhex(record["prev"]) + data, digest).hexdigest()
+def key_parts(key_id: str) -> tuple[str, str, int]:
+    return (m[1], m[2], int(m[3])) if (m := KEY.fullmatch(key_id)) else ("", "", -1)
+def mac_of(seeds: dict[str, bytes], record: dict[str, Any], key_id: str, data: bytes) -> str | None:
+    name, alg, epoch = key_parts(key_id)
+    if name not in seeds: return None  # it was not given
+    key = key_of(seeds[name], alg, epoch, record["origin"])
+    return hmac.new(key, bytes.fromhex(record["prev"]) + data, ALGS[alg]).hexdigest()
 # --- One chain: lines in, findings out.
 class Chain:
     known, closed, ended, records, wall, mono, beat = True, False, False, 0, 0, 0, 0
@@ -195,17 +195,16 @@ class Chain:
         append(self.peaks, self.size, raw.removesuffix(b"\n"))
         self.size += 1
     def take(self, record: dict[str, Any], data: bytes, mac: Any, first_of: int | None) -> bool:
-        """Take a well-formed record; False: it cannot be trusted."""
         seq, key_id = record["seq"], record["key_id"]
         if self.log.seeds:
-            right = mac_of(self.log.seeds, record, data)
+            right = mac_of(self.log.seeds, record, key_id, data)
             self.log.mac_checked |= right is not None
             if right is None and key_id not in self.unknown:
                 self.unknown.add(key_id)
                 self.find("key_unknown", seq if seq >= self.low else self.high, key_id)
             elif right not in (None, mac):
                 self.find("content_mismatch", self.high, "the MAC does not fit")
-                return False
+                return False  # it cannot be trusted
         self.origin = self.origin or record["origin"]
         linked, gap = self.prevs is None or record["prev"] in self.prevs, seq > self.high
         twin, at_start = seq == self.low - 1 and mac != self.mac, self.records == self.high == 0
@@ -225,8 +224,7 @@ class Chain:
     def check(self, record: dict[str, Any], kind: str, seq: int, gap: bool, first: bool) -> None:
         wall, mono, before = int(record["wall_ns"]), int(record["mono_ns"]), self.records > 0
         silent = before and not gap and kind != "lost" and 2 * (mono - self.mono) > 3 * self.beat
-        misplaced = (
-            (self.closed and kind != "checkpoint") or (kind == "genesis") != (seq == 0)
+        misplaced = ((self.closed and kind != "checkpoint") or (kind == "genesis") != (seq == 0)
             or (kind == "segment_start") != (first and seq != 0) or (self.ended and not first)
             or (first and before and not (self.ended or "sealed" in record)))
         if misplaced: self.find("malformed", seq, f"{kind} cannot stand here")
@@ -239,8 +237,7 @@ class Chain:
         if kind == "genesis":
             self.genesis, self.beat = record, record["heartbeat_s"] * 10**9
             try:
-                signers = [read_key(line) for line in record["required_signers"]]
-                self.signers = [key for key in signers if key[2] == 1]
+                self.signers = [k for k in map(read_key, record["required_signers"]) if k[2] == 1]
             except (ValueError, AttributeError): self.find("malformed", seq, "required_signers")
             if self.log.pinned and not set(self.signers) <= set(self.log.pinned):
                 self.find("key_unknown", seq, "no public key given for a signer")
@@ -249,12 +246,18 @@ class Chain:
             problem = self.problem_of(record, seq) if self.signers and self.known else ""
             self.known = self.known and not problem  # none that follows fits: it is said once
             if problem: self.find("checkpoint_mismatch", seq, problem)
+        elif kind == "rotate":
+            new, (name, alg, epoch) = key_parts(self.key_id), key_parts(record["key_id"])
+            if new != (name, alg, epoch + 1) and (new[0] == name or new[1:] != (alg, 0)):
+                self.find("malformed", seq, "rotate leads to no key that may follow")
+            rest = write({name: record[name] for name in record if name != "new_key_mac"})
+            mac = mac_of(self.log.seeds, record, self.key_id, rest)
+            if mac not in (None, record["new_key_mac"]): self.find("content_mismatch", seq, "new")
         elif kind == "pruned":
             self.log.pruned[record.get("of_origin", self.origin)] = record["upto"]
         elif kind in ("segment_end", "closed"):
             self.ids, self.closed = (record["ids_sha256"], seq), kind == "closed"
     def problem_of(self, record: dict[str, Any], seq: int) -> str:
-        """Return what is wrong with a checkpoint, or an empty text."""
         try:
             origin, size, root, good = read_note(record["note"], self.signers)
             if (origin, size) != (self.origin, seq) or not set(self.signers) <= good:
@@ -282,7 +285,6 @@ class Chain:
             elif last_file != tail["file"]: self.find("fork", tail["last_seq"] + 1, "longer")
 # --- The directory: chains in order of their start, then what one says of another.
 def stored(path: Path, end: int | None = None) -> Any:
-    """Yield lines up to byte `end`; one that is too long comes in pieces."""
     with path.open("rb") as file:
         while (end is None or file.tell() < end) and (raw := file.readline(LINE_MAX + 2)):
             yield raw if end is None or file.tell() <= end else raw[: end - file.tell()]
@@ -292,9 +294,8 @@ class Log:
         self.path, self.seeds, self.keys = path, seeds, keys
         self.pinned = [key for key in keys if key[2] == 1]
         self.findings, self.chains, self.pruned = list[Any](), list[Chain](), dict[str, int]()
-    def find(self, cls: str, origin: str, seq: int, note: str, number: int) -> None:
-        order = (cls == "truncated", number, seq, len(self.findings))
-        self.findings.append((*order, cls, origin, note))
+    def find(self, cls: str, origin: str, seq: int, note: str, at: int) -> None:
+        self.findings.append((cls == "truncated", at, seq, len(self.findings), cls, origin, note))
     def check(self, parts: dict[str, Any]) -> None:
         paths = sorted(self.path.glob("[0-9]*-*"), key=lambda p: int(p.name.split("-")[0]))
         names, tails = {path.name for path in paths}, dict[str, dict[str, Any]]()
@@ -332,8 +333,8 @@ class Log:
                     chain.find(cls, mine["last_seq"] + 1, "not the end its successor declared")
             side = file.with_suffix(".ids")
             found = sha256(side.read_bytes() if side.exists() else b"").hexdigest()
-            bad = chain.ids is not None and chain.ids[0] != found
-            if bad: chain.find("content_mismatch", chain.ids[1], "the side file of token ids")
+            ids, seq = chain.ids or (found, 0)
+            if ids != found: chain.find("content_mismatch", seq, "the side file of token ids")
         chain.finish(tail, name)
     def check_across(self, missing: set[str]) -> None:
         origins: dict[str, Chain] = {}
@@ -372,9 +373,8 @@ def main(arguments: list[str]) -> int:
     for argument in rest:
         if argument != "--keys": paths.append(Path(argument))
         if argument != "--keys": continue
-        text = Path(next(rest, "")).read_text(encoding="utf-8")
-        given: Any = json.loads(text if text.lstrip()[:1] == "{" else "{}")
-        given = given or {"verify_keys": text.split("\n")}
+        text = Path(next(rest, "")).read_text(encoding="utf-8").lstrip()
+        given: Any = json.loads(text) if text[:1] == "{" else {"verify_keys": text.split("\n")}
         seeds |= {row["id"]: bytes.fromhex(row["seed"]) for row in given.get("chain_seeds", [])}
         keys += [read_key(line) for line in given.get("verify_keys", []) if line and line[0] != "#"]
     if len(paths) != 1 or not paths[0].is_dir(): sys.exit(__doc__)

@@ -49,7 +49,7 @@ def report(directory: Path, key_files: tuple[Path, ...], out: Path, lang: str) -
 
     Exits as verify does.
     """
-    from proxy.audit.check import MacKeys
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.given import GivenError, read_keys
     from proxy.audit.verify import verify_directory
     from proxy.audit.views.page import page

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit.canonical import TEXT_BYTES, clean_text
-from proxy.audit.check import MacKeys
+from proxy.audit.epochs import MacKeys
 from proxy.audit.record import usage_members
 from proxy.audit.request import RequestText, request_text
 from proxy.audit.verify import verify_directory
@@ -160,7 +160,7 @@ async def crash(writer: AuditWriter) -> None:
     writer._heartbeat.cancel()
     if writer._timer is not None:
         writer._timer.cancel()
-    writer._jobs.put(None)
+    writer._syncer.end()
     writer._syncer.join()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from proxy.audit import disk as disk_module
+from proxy.audit import room as room_module
 from proxy.audit import writer as writer_module
 from proxy.audit.layout import segments
 from proxy.audit.writer import AuditUnavailableError, AuditWriter
@@ -159,7 +160,8 @@ def test_a_chain_killed_under_load_is_declared_after_the_restart(tmp_path):
         async def main():
             loop = asyncio.get_running_loop()
             settings = config(
-                Path(sys.argv[1]), origin=sys.argv[2], segment_bytes=1 << 16, token_ids="commit"
+                Path(sys.argv[1]), origin=sys.argv[2], segment_bytes=1 << 16, token_ids="commit",
+                rotate_records=7,
             )
             writer = AuditWriter.start(settings, SystemClock(), loop)
             n = 0
@@ -256,7 +258,7 @@ def test_a_full_disk_loses_nothing_that_fits_in_memory(tmp_path, monkeypatch, sh
 
 def test_what_a_full_disk_does_not_leave_room_for_is_told_later(tmp_path, monkeypatch):
     failing = FailingDisk(monkeypatch)
-    monkeypatch.setattr(writer_module, "PENDING_RECORDS", 10)
+    monkeypatch.setattr(room_module, "PENDING_RECORDS", 10)
 
     async def scene():
         clock = ManualClock(START_MS)

@@ -11,7 +11,7 @@ from kernels import wire
 from proxy.audit import ahead as ahead_module
 from proxy.audit import plain, tree
 from proxy.audit.chain import Hmac, chain_key, mac
-from proxy.audit.check import MacKeys
+from proxy.audit.epochs import MacKeys
 from proxy.audit.layout import segments
 from proxy.audit.plain import Before, Taken
 from proxy.audit.reader import Lines, parse_line

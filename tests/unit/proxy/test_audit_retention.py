@@ -12,7 +12,7 @@ import pytest
 
 from proxy.audit import prune, pruned, retention
 from proxy.audit.chain import sha256_hex
-from proxy.audit.check import MacKeys
+from proxy.audit.epochs import MacKeys
 from proxy.audit.export import export_segments
 from proxy.audit.layout import segments
 from proxy.audit.note import ED25519, Keyset

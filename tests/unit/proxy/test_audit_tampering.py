@@ -21,7 +21,7 @@ import pytest
 from proxy.audit import canonical
 from proxy.audit.bundle import verify as bundle_verify
 from proxy.audit.chain import Hmac, chain_key, next_key
-from proxy.audit.check import MacKeys
+from proxy.audit.epochs import MacKeys
 from proxy.audit.findings import EXIT_CODES
 from proxy.audit.layout import segments
 from proxy.audit.note import ED25519, Keyset

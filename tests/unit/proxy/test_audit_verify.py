@@ -10,7 +10,7 @@ import pytest
 
 from proxy.audit import canonical
 from proxy.audit.chain import Chain, Hmac, chain_key
-from proxy.audit.check import MacKeys
+from proxy.audit.epochs import MacKeys
 from proxy.audit.findings import EXIT_CODES
 from proxy.audit.layout import segments
 from tests.unit.proxy.audit_chains import (

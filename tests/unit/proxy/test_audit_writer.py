@@ -10,12 +10,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from proxy.audit import ids as token_ids
-from proxy.audit import writer as writer_module
-from proxy.audit.ids import IdsError, SegmentIds, make_head, open_head, usable_public
+from proxy.audit import room as room_module
+from proxy.audit import wrap
+from proxy.audit.ids import IdsError, SegmentIds, make_head, open_head
 from proxy.audit.layout import filesystem_type, ids_name, is_locked, segments
 from proxy.audit.show import find_record
+from proxy.audit.wrap import usable_public
 from proxy.audit.writer import LOST, AuditError, AuditUnavailableError, AuditWriter
 from proxy.clock import ManualClock
+from proxy.sm4 import sm2_cipher
 from tests.unit.proxy.audit_chains import (
     KEYS,
     START_MS,
@@ -31,6 +34,7 @@ from tests.unit.proxy.audit_chains import (
 AUDITOR = X25519PrivateKey.from_private_bytes(b"\x07" * 32)
 PRIVATE = AUDITOR.private_bytes_raw()
 PUBLIC = AUDITOR.public_key().public_bytes_raw()
+SM2_PUBLIC = wrap.public_of(PRIVATE, wrap.SM2_BYTES)
 
 
 def _records(chain):
@@ -212,7 +216,7 @@ def test_a_record_no_line_holds_leaves_the_chain_where_it_was(tmp_path):
 
 
 def test_what_overflows_the_queue_is_counted_and_told_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "PENDING_RECORDS", 8)
+    monkeypatch.setattr(room_module, "PENDING_RECORDS", 8)
 
     async def scene():
         writer = _start(tmp_path)
@@ -322,7 +326,7 @@ def test_a_changed_side_file_is_found_by_verify_and_by_show(tmp_path):
     chain = _sealed(tmp_path)
     side = chain / ids_name(0)
     whole = side.read_bytes()
-    for at in (0, 9, 30, token_ids.HEAD_BYTES - 1, len(whole) - 1):
+    for at in (0, 9, 30, 107, len(whole) - 1):
         side.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         assert verdict(tmp_path) == ("content_mismatch", 41)
         assert not _shown(tmp_path, 39).ids_hold
@@ -342,10 +346,11 @@ def test_an_entry_moved_to_another_record_does_not_open():
             segment.open(seq, changed)
 
 
-def test_a_head_is_bound_to_its_chain_and_segment():
-    head = make_head(PUBLIC, "o", 7, b"s" * 32, b"e" * 32)
-    assert len(head) == token_ids.HEAD_BYTES == 108
-    assert open_head(head, "o", 7, PRIVATE) == b"s" * 32
+@pytest.mark.parametrize(("public", "size"), [(PUBLIC, 108), (SM2_PUBLIC, 204)])
+def test_a_head_is_bound_to_its_chain_and_segment(public, size):
+    head = make_head(public, "o", 7, b"s" * 32, b"e" * 32)
+    assert len(head) == size
+    assert open_head(head + b"more", "o", 7, PRIVATE) == b"s" * 32
     for origin, first in (("p", 7), ("o", 8)):
         with pytest.raises(IdsError):
             open_head(head, origin, first, PRIVATE)
@@ -357,13 +362,38 @@ def test_a_head_is_bound_to_its_chain_and_segment():
         open_head(head[:-1], "o", 7, PRIVATE)
 
 
+def test_ids_are_sealed_to_an_auditors_sm2_key(tmp_path):
+    write_chain(tmp_path, 3, ids=True, token_ids="sealed", auditor_public=SM2_PUBLIC)
+    assert verdict(tmp_path) == ("ok", None)
+    shown = _shown(tmp_path, 2)
+    assert (shown.ids, shown.ids_hold) == ([2, 7, 2], True)
+    assert "another auditor" in _shown(tmp_path, 2, bytes(31) + b"\x01").ids_note
+
+
+def test_sm2_ciphertexts_are_those_of_another_implementation():
+    gmssl = pytest.importorskip("gmssl.sm2")
+    theirs = gmssl.CryptSM2(private_key=PRIVATE.hex(), public_key=SM2_PUBLIC.hex(), mode=1)
+    plain = bytes(range(32))
+    assert sm2_cipher.decrypt(PRIVATE, theirs.encrypt(plain)) == plain
+    sealed = sm2_cipher.encrypt(SM2_PUBLIC, plain)
+    assert len(sealed) == 128
+    assert theirs.decrypt(sealed) == plain
+    for changed in (sealed[:-1], sealed + b"x", bytes(128), sealed[:-1] + bytes([sealed[-1] ^ 1])):
+        with pytest.raises(ValueError, match="SM2"):
+            sm2_cipher.decrypt(PRIVATE, changed)
+    with pytest.raises(ValueError, match="curve"):
+        sm2_cipher.encrypt(bytes(64), plain)
+
+
 def test_the_refused_public_keys_are_those_that_give_no_secret():
-    for point in token_ids._LOW_ORDER:
+    for point in wrap._LOW_ORDER:
         data = point.to_bytes(32, "little")
         assert not usable_public(data)
         with pytest.raises(ValueError, match=r"shared|exchange"):
             AUDITOR.exchange(X25519PublicKey.from_public_bytes(data))
     assert usable_public(PUBLIC)
+    assert usable_public(SM2_PUBLIC)
+    assert not usable_public(bytes(64))
     assert not usable_public(PUBLIC[:31])
 
 

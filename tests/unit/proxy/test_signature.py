@@ -232,21 +232,21 @@ def test_a_library_that_cannot_do_it_is_not_used(
         monkeypatch.setattr(sm2, "_candidates", lambda: ["libc.so.6", "no-such-library.so"])
     else:
         monkeypatch.setattr(sm2, "_TRIED_MESSAGE", b"another message")
-    sm2._library.cache_clear()
+    sm2.openssl.cache_clear()
     try:
         assert not sm2.available()
         with pytest.raises(KeyringError, match="SM2 needs OpenSSL 3"):
             Keyring([make_key(scheme=SM2, sign_public=PUBLIC)]).prepare(NOW_MS)
     finally:
-        sm2._library.cache_clear()
+        sm2.openssl.cache_clear()
 
 
 @needs_sm2
 def test_what_openssl_cannot_read_is_no_key() -> None:
-    library = sm2._library()
+    library = sm2.openssl()
 
     with pytest.raises(ValueError, match="no SM2 key"):
-        library.read(sm2._PUBLIC_HEAD + bytes(64), private=False)
+        library.read(sm2.PUBLIC_HEAD + bytes(64), private=False)
 
 
 # -- in an envelope

@@ -1,0 +1,34 @@
+"""When a chain goes on to its next key: after so many records, after so long, or when asked.
+
+Pure: it says when; `AuditWriter.rotate` does it. Whoever takes a process's memory has the key of
+its epoch, and cannot alter what was written in earlier ones.
+"""
+
+from __future__ import annotations
+
+
+class Rotation:
+    """One chain's rotations; 0 of either: not for that reason."""
+
+    __slots__ = ("_every_ns", "_every_records", "_since_ns", "_since_seq", "count", "exhausted")
+
+    def __init__(self, every_records: int, every_s: int, now_ns: int) -> None:
+        self._every_records = every_records
+        self._every_ns = every_s * 10**9
+        self._since_seq = 0
+        self._since_ns = now_ns
+        self.count = 0
+        self.exhausted = False
+
+    def due(self, seq: int, now_ns: int) -> bool:
+        """Say whether the next record, of this seq, should be a `rotate`."""
+        if self.exhausted:
+            return False
+        if self._every_records and seq - self._since_seq >= self._every_records:
+            return True
+        return bool(self._every_ns) and now_ns - self._since_ns >= self._every_ns
+
+    def done(self, seq: int, now_ns: int) -> None:
+        """Take a rotation, at this seq."""
+        self._since_seq, self._since_ns = seq, now_ns
+        self.count += 1

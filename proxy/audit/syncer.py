@@ -1,0 +1,82 @@
+"""The thread of a chain that may wait for the disk: it writes, syncs, and signs what is durable.
+
+Batches come in order and are done one at a time; each is answered on the loop. Before `start` the
+same is done on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+from proxy.audit.disk import Disk
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from proxy.audit.checkpoint import Checkpointer, Signed
+    from proxy.audit.disk import Committed, Part
+
+# What the witness has at the end: less than the writer waits for this thread.
+FAREWELL_S = 2.0
+
+
+class Syncer:
+    """See the module."""
+
+    def __init__(
+        self,
+        chain_dir: Path,
+        tree: Checkpointer | None,
+        loop: asyncio.AbstractEventLoop,
+        done: Callable[[Committed, Signed | None], None],
+    ) -> None:
+        self._disk = Disk(chain_dir)
+        self._tree = tree
+        self._loop = loop
+        self._done = done
+        self._jobs: queue.SimpleQueue[tuple[list[Part], bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="audit-sync", daemon=True)
+
+    def commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
+        """Write, sync, and sign what is durable then."""
+        committed = self._disk.commit(parts)
+        if self._tree is None:
+            return committed, None
+        self._tree.add(parts, committed.records)
+        return committed, self._tree.sign() if sign and committed.error is None else None
+
+    def close(self) -> None:
+        """Let go of the files of a thread that was never started."""
+        self._disk.close()
+
+    def start(self) -> None:
+        """Begin to take batches."""
+        self._thread.start()
+
+    def put(self, parts: list[Part], *, sign: bool) -> None:
+        """Have a batch committed; `done` is told on the loop."""
+        self._jobs.put((parts, sign))
+
+    def end(self) -> None:
+        """End behind what was put: close the files, show the witness the whole log."""
+        self._jobs.put(None)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread: it may be inside a write that hangs."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            parts, sign = job
+            committed, signed = self.commit(parts, sign=sign)
+            del parts, job
+            with contextlib.suppress(RuntimeError):  # the loop is gone
+                self._loop.call_soon_threadsafe(self._done, committed, signed)
+        self._disk.close()
+        if self._tree is not None:
+            self._tree.farewell(FAREWELL_S)
