@@ -60,6 +60,7 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
     shorten_spin(os.environ)  # before torch, whose OpenMP reads it once
     import torch
 
+    from agent.engine.compact import AVAILABLE
     from agent.engine.load import KV_TOKENS, load_engine
 
     device = settings.device
@@ -67,7 +68,7 @@ def _load(settings: Agent, report: Callable[[str, float], None]) -> Engine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = settings.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if device == "cuda" else "int4" if AVAILABLE else "float32"
     return load_engine(
         settings.model or None,
         device=device,

@@ -50,8 +50,10 @@ class Agent:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "where the model runs; auto: a GPU if there is one"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "type of the weights; auto: float32 on a CPU, bfloat16 on a GPU"
+    dtype: Literal["auto", "int4", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "type of the weights; int4: four bits where the file has them, else FP16; "
+        "auto: int4 on a CPU with AVX2, else float32, bfloat16 on a GPU",
     )
     threads: int = setting(0, "compute threads; 0: torch's choice", ge=0, le=1024)
     max_sequences: int = setting(16, "requests generated together", ge=1, le=1024)

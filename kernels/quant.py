@@ -96,6 +96,14 @@ def pack(q: Codes, scale: Half, offset: Half, group: int, *, minima: bool) -> Pa
     return Packed(codes, meta, k, group, minima)
 
 
+def unpack(packed: Packed) -> Codes:
+    """Return the codes [rows, k] of a packed matrix."""
+    out = np.empty((*packed.codes.shape, 8), np.uint8)
+    for nibble, place in enumerate(ORDER):
+        out[:, :, place] = packed.codes >> np.uint32(4 * nibble) & np.uint32(15)
+    return out.reshape(packed.rows, -1)[:, : packed.k]
+
+
 def grouped(w: Float, group: int) -> tuple[Float, NDArray[np.bool_]]:
     """Return the weights as [rows, groups, group] and which of these places exist."""
     rows, k = w.shape

@@ -152,6 +152,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="int4", help="as the setting agent.dtype")
     parser.add_argument("--model", help="GGUF file or folder; default: the default model")
     options = parser.parse_args()
     shorten_spin(os.environ)
@@ -160,7 +161,7 @@ def main() -> int:
 
     began = time.perf_counter()
     try:
-        engine = load_engine(options.model, threads=options.threads)
+        engine = load_engine(options.model, threads=options.threads, dtype=options.dtype)
     except ModelFileError as problem:
         print(f"perf.engine: {problem}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from agent.engine import compact
 from agent.engine import spec as specs
 from agent.engine import tokenizer as tokenizers
 from agent.engine.blocks import BlockPool
@@ -36,6 +37,8 @@ DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    # Four bits and FP16 in memory, float32 in computation (agent/engine/compact.py).
+    "int4": torch.float32,
 }
 BLOCK_TOKENS: Final = 16
 # A whole default context and two thousand tokens of others; 472 MB for the default model when full.
@@ -94,6 +97,8 @@ def load_engine(
     if threads < 0:
         raise ValueError("threads: must be at least 0")
     target = _device(device)
+    if dtype == "int4" and (target.type != "cpu" or not compact.AVAILABLE):
+        raise ValueError("dtype: int4 needs a CPU with AVX2, FMA and F16C, and kernels.cpu built")
     report = on_progress or (lambda _phase, _fraction: None)
     path = default_model() if source is None else Path(source)
     report("open", 0.0)
@@ -108,7 +113,9 @@ def load_engine(
     # nothing: a step took 36 ms instead of 25. The engine thread's pool must be the only one.
     torch.set_num_threads(1)
     try:
-        spec, tokenizer, weights = read(path, DTYPES[dtype], target, progress)
+        spec, tokenizer, weights = read(
+            path, DTYPES[dtype], target, progress, small=dtype == "int4"
+        )
     finally:
         torch.set_num_threads(ours)
     blocks = -(-kv_tokens // BLOCK_TOKENS)
@@ -162,16 +169,28 @@ def _device(name: str) -> torch.device:
 
 
 def _from_gguf(
-    path: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+    *,
+    small: bool,
 ) -> tuple[ModelSpec, TextTokenizer, Weights]:
     with GgufFile(path) as file:
         spec = specs.from_gguf(file, rope_factors(file))
         tokenizer = tokenizers.from_gguf(file)
-        return spec, tokenizer, load_weights(spec, GgufSource(file), dtype, device, progress)
+        source = GgufSource(file)
+        weights = load_weights(spec, source, dtype, device, progress, small=small)
+        return spec, tokenizer, weights
 
 
 def _from_folder(
-    folder: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+    *,
+    small: bool,
 ) -> tuple[ModelSpec, TextTokenizer, Weights]:
     config = _object(folder / "config.json", required=True)
     generation = _object(folder / "generation_config.json", required=False)
@@ -182,7 +201,9 @@ def _from_folder(
         raise ModelFileError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {spec.vocab}"
         )
-    return spec, tokenizer, load_weights(spec, FolderSource(folder), dtype, device, progress)
+    source = FolderSource(folder)
+    weights = load_weights(spec, source, dtype, device, progress, small=small)
+    return spec, tokenizer, weights
 
 
 def _ids(value: Any) -> set[int]:

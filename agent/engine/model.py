@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional
 
+from agent.engine.compact import FEW_ROWS, Compact
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agent.engine.spec import ModelSpec
-    from agent.engine.weights import LayerWeights, Weights
+    from agent.engine.weights import LayerWeights, Weight, Weights
 
 # Slabs a weight is cut into for a single row; rows up to which weight-times-columns wins.
 _SLABS: Final = 4
@@ -58,12 +60,16 @@ class _Segment:
 class Linear:
     """A product with a weight [out, in], by whichever route is fastest for the count of rows."""
 
-    __slots__ = ("_bias", "_slabs", "_weight", "_wide")
+    __slots__ = ("_bias", "_compact", "_slabs", "_weight", "_wide")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         rows, cols = weight.shape
-        self._weight = weight
         self._bias = bias
+        self._compact: Compact | None = None
+        if isinstance(weight, Compact):
+            self._compact = weight
+            return
+        self._weight = weight
         # The routes below are for a CPU's BLAS; an accelerator's own choice is best.
         self._wide = weight.device.type != "cpu" or weight.dtype != torch.float32
         self._slabs = (
@@ -72,6 +78,9 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] of `x` [rows, in]."""
+        if self._compact is not None:
+            y = self._compact.product(x)
+            return y if self._bias is None else y.add_(self._bias)
         count = x.shape[0]
         if self._wide or count > _FEW_ROWS:
             return functional.linear(x, self._weight, self._bias)
@@ -85,16 +94,35 @@ class Linear:
         return y if self._bias is None else y.add_(self._bias)
 
 
+class _Ffn:
+    """down(silu(gate(x)) * up(x)); for few rows and small weights one call."""
+
+    __slots__ = ("_down", "_gate_up", "_whole")
+
+    def __init__(self, gate_up: Weight, down: Weight) -> None:
+        self._whole: tuple[Compact, Compact] | None = None
+        if isinstance(gate_up, Compact) and isinstance(down, Compact):
+            self._whole = gate_up, down
+        self._gate_up = Linear(gate_up)
+        self._down = Linear(down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._whole is not None and x.shape[0] <= FEW_ROWS:
+            return self._whole[0].ffn(self._whole[1], x)
+        h = self._gate_up(x)
+        gates = h.shape[1] // 2
+        return self._down(functional.silu(h[:, :gates]).mul_(h[:, gates:]))
+
+
 class _Layer:
-    __slots__ = ("attn_norm", "down", "ffn_norm", "gate_up", "out", "qkv")
+    __slots__ = ("attn_norm", "ffn", "ffn_norm", "out", "qkv")
 
     def __init__(self, weights: LayerWeights) -> None:
         self.attn_norm = weights.attn_norm
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
         self.out = Linear(weights.out)
         self.ffn_norm = weights.ffn_norm
-        self.gate_up = Linear(weights.gate_up)
-        self.down = Linear(weights.down)
+        self.ffn = _Ffn(weights.gate_up, weights.down)
 
 
 class Model:
@@ -106,12 +134,13 @@ class Model:
         self._layers = [_Layer(layer) for layer in weights.layers]
         self._final_norm = weights.final_norm
         self._head = Linear(weights.head)
+        self._compute = weights.compute
         self._block_size = block_size
         self.device = weights.embed.device
         shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
         # Not filled: the system maps a page when it is first written, so an idle pool costs no
         # memory. Only slots that a step has written are ever read.
-        self.kv = torch.empty(shape, dtype=weights.embed.dtype, device=self.device)
+        self.kv = torch.empty(shape, dtype=self._compute, device=self.device)
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
         inverse = 1.0 / (spec.rope_theta**half)
         if spec.rope_factors is not None:
@@ -133,15 +162,13 @@ class Model:
         slots = torch.tensor(self._slots(spans), device=device)
         segments = self._segments(spans)
         cos, sin = self._rotary(torch.tensor(positions, device=device))
-        x = functional.embedding(torch.tensor(ids, device=device), self._embed)
+        x = functional.embedding(torch.tensor(ids, device=device), self._embed).to(self._compute)
         for index, layer in enumerate(self._layers):
             h = functional.rms_norm(x, (spec.hidden,), layer.attn_norm, spec.rms_eps)
             h = self._attention(index, layer.qkv(h), cos, sin, slots, segments)
             x = x + layer.out(h)
             h = functional.rms_norm(x, (spec.hidden,), layer.ffn_norm, spec.rms_eps)
-            h = layer.gate_up(h)
-            h = functional.silu(h[:, : spec.ffn]).mul_(h[:, spec.ffn :])
-            x = x + layer.down(h)
+            x = x + layer.ffn(h)
         last = [
             s.first + s.count - 1 for s, span in zip(segments, spans, strict=True) if span.logits
         ]
@@ -167,7 +194,7 @@ class Model:
             mask = None
             # A single token sees everything; from position 0 the kernel's own causal mask fits.
             if count > 1 and span.start > 0:
-                mask = torch.full((count, length), float("-inf"), dtype=self._embed.dtype)
+                mask = torch.full((count, length), float("-inf"), dtype=self._compute)
                 mask = mask.triu_(span.start + 1).to(self.device)
             segments.append(_Segment(first, count, length, blocks, mask))
             first += count
@@ -176,7 +203,7 @@ class Model:
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [rows, 1, head_dim], the sine of the first half negated."""
         angles = positions.float()[:, None] * self._inverse[None, :]
-        dtype = self._embed.dtype
+        dtype = self._compute
         cos, sin = angles.cos(), angles.sin()
         return (
             torch.cat((cos, cos), dim=-1)[:, None, :].to(dtype),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
+from agent.engine import compact
 from agent.engine.types import ModelFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from agent.engine.gguf_file import GgufFile
     from agent.engine.spec import ModelSpec
@@ -46,11 +49,16 @@ _NAMES: Final = {
     "up": ("blk.{}.ffn_up.weight", "model.layers.{}.mlp.up_proj.weight"),
     "down": ("blk.{}.ffn_down.weight", "model.layers.{}.mlp.down_proj.weight"),
 }
+_FFN: Final = {"gate", "up", "down"}
 _ROPE_FREQS: Final = "rope_freqs.weight"
 # Rows converted at a time: bounds the memory beside the result.
 _ROWS: Final = 8_192
 _FLOATS: Final = {"F32", "F16", "F64", "BF16", "F8_E4M3", "F8_E5M2"}
 _INDEX: Final = "model.safetensors.index.json"
+
+
+# A matrix that the model multiplies with.
+Weight: TypeAlias = "torch.Tensor | compact.Compact"
 
 
 class TensorSource(Protocol):
@@ -62,6 +70,10 @@ class TensorSource(Protocol):
 
     def fill(self, out: torch.Tensor, role: str, layer: int) -> None:
         """Convert a tensor into `out`, which has its shape."""
+        ...
+
+    def four_bits(self, role: str, layer: int) -> NDArray[np.uint8] | None:
+        """Return rows of Q4_1 blocks if the file holds a tensor so; it then counts as filled."""
         ...
 
     def leftovers(self) -> set[str]:
@@ -107,6 +119,17 @@ class GgufSource:
             # Frombuffer gives read-only memory; copy_ only reads it, but torch warns unless told.
             values = np.require(values, requirements="W").reshape(rows, -1)
             target[first : first + rows].copy_(torch.from_numpy(values))
+
+    def four_bits(self, role: str, layer: int) -> NDArray[np.uint8] | None:
+        """See `TensorSource`."""
+        name = _NAMES[role][0].format(layer)
+        info = self._file.tensors[name]
+        if info.kind.name not in {"Q4_0", "Q4_1"}:
+            return None
+        self._unused.discard(name)
+        raw = np.frombuffer(self._file.read(info.offset, info.nbytes), np.uint8)
+        raw = raw.reshape(info.shape[0], -1)
+        return raw if info.kind.name == "Q4_1" else compact.q4_0_as_q4_1(raw)
 
     def leftovers(self) -> set[str]:
         """See `TensorSource`."""
@@ -157,6 +180,11 @@ class FolderSource:
         self._unused.discard(name)
         out.copy_(self._files[self._where[name]].get_tensor(name))
 
+    def four_bits(self, role: str, layer: int) -> NDArray[np.uint8] | None:
+        """See `TensorSource`; such a folder holds floats."""
+        del role, layer
+        return None
+
     def leftovers(self) -> set[str]:
         """See `TensorSource`."""
         return self._unused
@@ -182,49 +210,109 @@ class LayerWeights:
     """One transformer layer: four products and two norms."""
 
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor
+    out: Weight
     ffn_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model; `head` is `embed` where they are tied."""
+    """All of a model. `tied`: the head is the embedding. `compute`: what is computed in."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Weight
+    tied: bool
+    compute: torch.dtype
 
     @property
     def parameters(self) -> int:
         """Count of numbers, a tied head once."""
         total = self.embed.numel() + self.final_norm.numel()
-        if self.head is not self.embed:
+        if not self.tied:
             total += self.head.numel()
         for layer in self.layers:
-            tensors = (layer.attn_norm, layer.qkv, layer.out, layer.ffn_norm, layer.gate_up)
-            total += sum(tensor.numel() for tensor in (*tensors, layer.down))
+            total += layer.attn_norm.numel() + layer.ffn_norm.numel()
+            total += sum(w.numel() for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
             total += 0 if layer.qkv_bias is None else layer.qkv_bias.numel()
         return total
 
 
 class _Loader:
     def __init__(
-        self, spec: ModelSpec, source: TensorSource, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: compact.Scratch | None,
     ) -> None:
         self._spec = spec
+        self._scratch = scratch
         self._source = source
         self._dtype = dtype
         self._device = device
 
-    def read(self, *parts: tuple[str, int], cols: int | None, layer: int = 0) -> torch.Tensor:
+    def read(
+        self,
+        *parts: tuple[str, int],
+        cols: int | None,
+        layer: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Return the named tensors as one; each part is (role, rows); `cols` None: a vector."""
+        self._check(parts, cols, layer)
         rows = sum(count for _, count in parts)
         shape = (rows,) if cols is None else (rows, cols)
+        out = torch.empty(shape, dtype=dtype or self._dtype)
+        first = 0
+        for role, count in parts:
+            target = out[first : first + count]
+            self._source.fill(target, role, layer)
+            if self._spec.permuted and role[0] in "qk":
+                _unpermute(target, self._spec.head_dim)
+            first += count
+        return out.to(self._device)
+
+    def embedding(self) -> torch.Tensor:
+        dtype = torch.float16 if self._small(self._spec.hidden) else None
+        embed = self.read(("embed", self._spec.vocab), cols=self._spec.hidden, dtype=dtype)
+        return (
+            embed
+            if embed.isfinite().all()
+            else self.read(("embed", self._spec.vocab), cols=self._spec.hidden)
+        )
+
+    def weight(self, *parts: tuple[str, int], cols: int, layer: int = 0) -> Weight:
+        """Return the same for a product: in its small form where that is wanted and possible."""
+        if not self._small(cols):
+            return self.read(*parts, cols=cols, layer=layer)
+        assert self._scratch is not None, "small forms were asked for"
+        self._check(parts, cols, layer)
+        if parts[0][0] in _FFN:
+            found = [self._source.four_bits(role, layer) for role, _ in parts]
+            raw = [rows for rows in found if rows is not None]
+            if len(raw) == len(parts):
+                return compact.from_q4_1(np.concatenate(raw), self._scratch)
+        halves = self.read(*parts, cols=cols, layer=layer, dtype=torch.float16)
+        if not halves.isfinite().all():  # a weight beyond 65,504
+            return self.read(*parts, cols=cols, layer=layer)
+        return compact.from_halves(halves, self._scratch)
+
+    def head(self, embed: torch.Tensor) -> Weight:
+        """Return the head's weight where it is the embedding."""
+        if embed.dtype != torch.float16 or self._scratch is None:
+            return embed
+        return compact.from_halves(embed, self._scratch)
+
+    def _small(self, cols: int) -> bool:
+        return self._scratch is not None and compact.fits(cols)
+
+    def _check(self, parts: Sequence[tuple[str, int]], cols: int | None, layer: int) -> None:
         for role, count in parts:
             expected = (count,) if cols is None else (count, cols)
             found = self._source.shape(role, layer)
@@ -235,15 +323,6 @@ class _Loader:
                     if found is None
                     else f"the tensor for {name} has shape {found}, expected {expected}"
                 )
-        out = torch.empty(shape, dtype=self._dtype)
-        first = 0
-        for role, count in parts:
-            target = out[first : first + count]
-            self._source.fill(target, role, layer)
-            if self._spec.permuted and role[0] in "qk":
-                _unpermute(target, self._spec.head_dim)
-            first += count
-        return out.to(self._device)
 
     def layer(self, index: int) -> LayerWeights:
         spec = self._spec
@@ -255,12 +334,14 @@ class _Loader:
         bias = tuple((f"{role}_bias", rows) for role, rows in qkv)
         return LayerWeights(
             attn_norm=self.read(("attn_norm", spec.hidden), cols=None, layer=index),
-            qkv=self.read(*qkv, cols=spec.hidden, layer=index),
+            qkv=self.weight(*qkv, cols=spec.hidden, layer=index),
             qkv_bias=self.read(*bias, cols=None, layer=index) if all(biases) else None,
-            out=self.read(("o", spec.hidden), cols=queries, layer=index),
+            out=self.weight(("o", spec.hidden), cols=queries, layer=index),
             ffn_norm=self.read(("ffn_norm", spec.hidden), cols=None, layer=index),
-            gate_up=self.read(("gate", spec.ffn), ("up", spec.ffn), cols=spec.hidden, layer=index),
-            down=self.read(("down", spec.hidden), cols=spec.ffn, layer=index),
+            gate_up=self.weight(
+                ("gate", spec.ffn), ("up", spec.ffn), cols=spec.hidden, layer=index
+            ),
+            down=self.weight(("down", spec.hidden), cols=spec.ffn, layer=index),
         )
 
 
@@ -276,10 +357,16 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Callable[[float], None],
+    *,
+    small: bool = False,
 ) -> Weights:
-    """Read every tensor; `on_progress` gets the fraction done. Raises `ModelFileError`."""
-    loader = _Loader(spec, source, dtype, device)
-    embed = loader.read(("embed", spec.vocab), cols=spec.hidden)
+    """Read every tensor; `on_progress` gets the fraction done. Raises `ModelFileError`.
+
+    `small`: on a CPU, in float32: FFN weights stay as four bits where the file holds them so, and
+    other matrices are kept in FP16. Nothing is quantised here.
+    """
+    loader = _Loader(spec, source, dtype, device, compact.Scratch() if small else None)
+    embed = loader.embedding()
     on_progress(0.2)
     layers = []
     for index in range(spec.layers):
@@ -290,7 +377,9 @@ def load_weights(
         embed=embed,
         layers=tuple(layers),
         final_norm=loader.read(("final_norm", spec.hidden), cols=None),
-        head=embed if tied else loader.read(("head", spec.vocab), cols=spec.hidden),
+        head=loader.head(embed) if tied else loader.weight(("head", spec.vocab), cols=spec.hidden),
+        tied=tied,
+        compute=dtype,
     )
     unused = source.leftovers()
     if unused:
