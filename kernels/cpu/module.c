@@ -1,4 +1,4 @@
-/* Python's door to products.c. Every length is checked here; the GIL is released while computing. */
+/* Python's door to products.c. Lengths are checked here; the GIL is released while computing. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -67,7 +67,7 @@ TARGET INLINE float total(__m256 a) {
  * called: everything is unrolled into registers. */
 TARGET INLINE void tile_of(const struct weights *w, enum kind kind, long row, long apart, int R,
                            const float *x, int M, float *out) {
-    /* A sum is a chain of multiply-adds, each waiting for the last: few sums go in several chains. */
+    /* A sum is a chain of multiply-adds, each waiting for the last: few sums take several. */
     const int chains = R * M <= 2 ? 4 : R * M <= 4 ? 2 : 1;
     __m256 acc[TILE_MAX];
     for (int i = 0; i < R * M * chains; i++)
