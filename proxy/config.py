@@ -25,7 +25,7 @@ from proxy.config_doors import Doors, doors_problems
 from proxy.config_keys import Envelope, Keys, envelope_problems
 from proxy.config_pools import Pool, Pools, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
-from proxy.config_tls import Tls, tls_problems
+from proxy.config_tls import Tls
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
 __all__ = [
@@ -153,7 +153,6 @@ def cross_check(settings: Settings) -> list[str]:
         problems.append("identity.tenant: expected at most 255 printable characters, no space")
     problems += [f"identity.gateways: {what}" for what in gateways.mistakes(identity.gateways)]
     problems.extend(doors_problems(settings.doors))
-    problems.extend(tls_problems(settings.tls))
     problems.extend(envelope_problems(settings.envelope))
     problems.extend(pools_problems(settings.pools))
     problems.extend(qos_problems(settings.qos))

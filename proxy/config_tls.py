@@ -22,13 +22,3 @@ class Tls:
     handshakes: int = setting(
         256, "handshakes at once; an eighth of them for one peer", ge=8, le=65536
     )
-
-
-def tls_problems(tls: Tls) -> list[str]:
-    """Return what is wrong between settings of TLS."""
-    problems = []
-    if bool(tls.certificate) != bool(tls.key):
-        problems.append("tls: certificate and key go together")
-    if tls.client_ca and not tls.certificate:
-        problems.append("tls.client_ca: without tls.certificate nobody is asked")
-    return problems

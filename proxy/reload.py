@@ -173,14 +173,17 @@ class Source:
 
 def load_tls(settings: Settings) -> LoadedTls | None:
     """Read the sealed door's certificate, if it has one; raises SettingsError."""
-    if not settings.tls.certificate:
+    row = settings.tls
+    if not (row.certificate or row.key or row.client_ca):
         return None
+    if not (row.certificate and row.key):
+        raise SettingsError(["tls: certificate and key go together, and client_ca needs both"])
     try:
         from proxy.tls_context import TlsError, load  # noqa: PLC0415 - only with TLS
     except ImportError:
         raise SettingsError(["tls: needs pyOpenSSL: pip install 'tongguan[tls]'"]) from None
     try:
-        return load(settings.tls)
+        return load(row)
     except TlsError as problem:
         raise SettingsError([str(problem)]) from None
 

@@ -360,9 +360,10 @@ def test_what_cannot_serve_is_said_at_the_start(tmp_path, upstream, keys, author
     row = Tls(certificate=str(certificate), key=str(key), client_ca=str(key))
     with pytest.raises(TlsError, match="client_ca"):
         load(row)
-    sidecar = door(tmp_path / "s", upstream, keys, (certificate, loose)).spawn()
-    try:
-        assert sidecar.ended() == 3
-        assert "chmod 600" in sidecar.log
-    finally:
-        sidecar.kill()
+    for i, (second, text) in enumerate(((loose, "chmod 600"), ("", "go together"))):
+        sidecar = door(tmp_path / f"s{i}", upstream, keys, (certificate, second)).spawn()
+        try:
+            assert sidecar.ended() == 3
+            assert text in sidecar.log
+        finally:
+            sidecar.kill()
