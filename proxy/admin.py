@@ -168,7 +168,8 @@ class AdminDoor:
             if self._siblings is not None:
                 reasons += self._siblings.unready()
                 notes += self._siblings.notes()
-            ready = {"ready": not reasons, "reasons": reasons, "notes": notes}
+            ready: dict[str, object] = {"ready": not reasons, "reasons": reasons, "notes": notes}
+            ready["keys"] = self._health.kids()
             return (503 if reasons else 200), JSON, orjson.dumps(ready)
         if path == b"/metrics" and get:
             return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
@@ -229,7 +230,7 @@ class AdminDoor:
 
         if self._registry is None:
             self._registry = CollectorRegistry()
-            self._registry.register(Collector(self._health.context))
+            self._registry.register(Collector(self._health.context, self._health.keys))
             ProcessCollector(registry=self._registry)
         text = generate_latest(self._registry)
         return text if self._siblings is None else self._siblings.metrics(text.decode()).encode()

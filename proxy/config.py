@@ -5,8 +5,8 @@ Sources, later wins: defaults, `tongguan.toml` (a file, or a directory that hold
 reported at once; an unknown key or variable with our prefix is a mistake. Nothing here holds a
 secret: secrets are files that settings point to.
 
-The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys`, `config_audit`
-and `config_tls`, each with the checks between its own settings; whoever uses settings imports them
+The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys` and
+`config_audit`, each with the checks between its own settings; whoever uses settings imports them
 from here. Pure: `load` is given the file's text and the environment; only `read` touches the disk.
 """
 
@@ -22,10 +22,9 @@ from proxy import gateways
 from proxy.config_address import FIELD_VALUE, split_address, split_endpoint, split_url
 from proxy.config_audit import Audit, audit_problems
 from proxy.config_doors import Doors, doors_problems
-from proxy.config_keys import Envelope, Keys, envelope_problems
+from proxy.config_keys import Envelope, Keys, envelope_problems, keys_problems
 from proxy.config_pools import Pool, Pools, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
-from proxy.config_tls import Tls
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "Settings",
     "Tenant",
     "Timeouts",
-    "Tls",
     "describe",
     "load",
     "read",
@@ -114,7 +112,6 @@ class Settings:
         1, "processes behind the app door; bounds are of each", ge=1, le=WORKERS_MAX
     )
     doors: Doors = field(default_factory=Doors)
-    tls: Tls = field(default_factory=Tls)
     pools: Pools = field(default_factory=Pools)
     qos: Qos = field(default_factory=Qos)
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -153,6 +150,7 @@ def cross_check(settings: Settings) -> list[str]:
         problems.append("identity.tenant: expected at most 255 printable characters, no space")
     problems += [f"identity.gateways: {what}" for what in gateways.mistakes(identity.gateways)]
     problems.extend(doors_problems(settings.doors))
+    problems.extend(keys_problems(settings.keys))
     problems.extend(envelope_problems(settings.envelope))
     problems.extend(pools_problems(settings.pools))
     problems.extend(qos_problems(settings.qos))

@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
 from proxy.settings import setting
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Written into a request's path as it is: nothing to escape, and no way out of the mount.
+_PATH = re.compile(r"(?!.*\.\.)[A-Za-z0-9_./-]{0,255}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
     """Where keys come from."""
 
-    provider: Literal["file"] = setting("file", "key provider")
+    provider: Literal["file", "directory", "http", "pkcs11"] = setting("file", "key provider")
     file: str = setting("", "key file; empty: 14081 is closed and audit has no keys")
+    directory: str = setting("", "directory of mounted secrets: each *.json in it is a key file")
+    poll_s: float = setting(
+        0.5, "how often files that may change, and a key service, are looked at", ge=0.1, le=3600
+    )
+    expiry_alarm_s: float = setting(
+        86400.0, "a key that nothing follows is an alarm so long before its end", ge=0
+    )
+    http_address: str = setting("", "key service, https://host:port; http for loopback alone")
+    http_token_file: str = setting("", "file that holds the service's token")
+    http_ca_file: str = setting("", "certificates the service is verified by; empty: system")
+    http_namespace: str = setting("", "namespace at the service; empty: none")
+    http_mount: str = setting("secret", "where its KV engine, version 2, is mounted")
+    http_path: str = setting("tongguan", "the secret; one that ends in / is a folder of secrets")
+    http_timeout_s: float = setting(5.0, "an answer that takes longer is none", ge=0.1, le=60)
+    http_lease_s: float = setting(
+        3600.0, "keys are used for so long after its last answer", ge=1, le=30 * 86400
+    )
+    pkcs11_module: str = setting("", "library of the token, a .so file")
+    pkcs11_token: str = setting("", "label of the token that holds the root")
+    pkcs11_pin_file: str = setting("", "file that holds the token's user PIN")
+
+
+def keys_problems(keys: Keys) -> list[str]:
+    """Return what is wrong between settings of the keys."""
+    needed = {
+        "file": (),
+        "directory": ("directory",),
+        "http": ("http_address", "http_token_file", "http_mount", "http_path"),
+        "pkcs11": ("file", "pkcs11_module", "pkcs11_token", "pkcs11_pin_file"),
+    }[keys.provider]
+    problems = [
+        f"keys.{name}: needed by keys.provider = {keys.provider!r}"
+        for name in needed
+        if not getattr(keys, name)
+    ]
+    if keys.http_address:
+        url = urlsplit(keys.http_address)
+        if url.scheme not in {"http", "https"} or not url.hostname or url.path.strip("/"):
+            problems.append("keys.http_address: expected https://host:port, without a path")
+        elif url.scheme == "http" and url.hostname not in _LOOPBACK:
+            problems.append("keys.http_address: keys do not go unencrypted, expected https://")
+        if url.username is not None or url.query:
+            problems.append("keys.http_address: no credentials in here; use keys.http_token_file")
+    problems += [
+        f"keys.{name}: expected letters, digits, and any of -_./"
+        for name in ("http_namespace", "http_mount", "http_path")
+        if not _PATH.fullmatch(getattr(keys, name))
+    ]
+    return problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,7 +161,10 @@ class Context:
         made = Context(settings, self.clock, self.loop, self.machine)
         receiver = self.receiver
         if receiver is not None and keys is not None:
-            receiver.keyring.replace(keys.envelope_keys())
+            if loaded.plan is None:
+                receiver.keyring.replace(keys.envelope_keys())
+            else:
+                receiver.keyring.take(loaded.plan)
             keys.forget_envelope_keys()
             receiver.max_body_bytes = settings.limits.body_bytes
         made.keys = keys

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from proxy.clock import SystemClock
     from proxy.config import Settings
     from proxy.context import Context
+    from proxy.keys.watch import KeyWatch
 
 TICK_NS = 100_000_000  # how often the data loop reports
 CLOCK_BEHIND_MS = 5_000
+KIDS_TOLD_MAX = 32
 
 
 class Health:
@@ -31,6 +33,7 @@ class Health:
         self.fence_until_ms = 0
         self.last_tick_ns = clock.mono_ns()  # set by the data loop itself, read by other threads
         self.listeners: dict[str, asyncio.AbstractServer] = {}
+        self.keys: KeyWatch | None = None
 
     @property
     def context(self) -> Context:
@@ -78,7 +81,7 @@ class Health:
         if self._clock.behind_ms() > CLOCK_BEHIND_MS:
             reasons.append(f"clock_behind_ms={self._clock.behind_ms()}")
         receiver = context.receiver
-        if receiver is not None and not receiver.keyring.live_kids(self._clock.wall_ms()):
+        if receiver is not None and not receiver.keyring.live(self._clock.wall_ms()):
             reasons.append("no_live_kid")
         return reasons
 
@@ -102,6 +105,8 @@ class Health:
             notes.append("start_fence_off: an envelope may be taken again after a restart")
         if context.receiver is None:
             notes.append("sealed_door_closed")
+        if self.keys is not None:
+            notes += self.keys.notes(self._clock.wall_ms())
         for name, route in context.routes.items():
             notes.extend(
                 f"endpoint_{STATE_NAMES[endpoint.state]}: {endpoint.url} of {name}"
@@ -109,3 +114,12 @@ class Health:
                 if endpoint.state
             )
         return notes
+
+    def kids(self) -> dict[str, object]:
+        """Return which kids are live: how many, and some of them by name."""
+        receiver = self.context.receiver
+        if receiver is None:
+            return {"live": 0, "kids": []}
+        now_ms = self._clock.wall_ms()
+        kids = receiver.keyring.live_kids(now_ms, KIDS_TOLD_MAX)
+        return {"live": receiver.keyring.live(now_ms), "kids": [kid.hex() for kid in kids]}

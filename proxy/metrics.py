@@ -95,9 +95,6 @@ class Counters:
         self.loop_lag_ns = 0
         self.reloads = {"ok": 0, "failed": 0}
         self.loaded_wall_s = 0.0
-        self.tls_handshakes: dict[str, int] = {}
-        self.tls_pending = 0
-        self.tls_certificate_ends_s = 0.0
 
 
 LIMITS = (
@@ -116,6 +113,4 @@ LIMITS = (
     "timeouts.keepalive_s",
     "timeouts.discard_s",
     "timeouts.drain_s",
-    "tls.handshakes",
-    "tls.handshake_s",
 )

@@ -1,9 +1,9 @@
 """Live reload: settings, keys and credentials are read again and taken together, or not at all.
 
-A thread of its own looks at the files every `POLL_S`, or at once when it is asked; it reads and
-checks them, so that the data loop only swaps what is good. Which file a name means is asked anew
-each time: a mounted directory changes by a swapped link. A file that is still being written is left
-until it has been the same for `SETTLE_S`.
+A thread of its own looks at the files every `keys.poll_s`, or at once when it is asked; it reads
+and checks them, so that the data loop only swaps what is good. Which file a name means is asked
+anew each time: a mounted directory changes by a swapped link. A file that is still being written is
+left until it has been the same for `SETTLE_S`.
 
 What a process cannot change while it runs is kept as it was at the start and named
 (`keep_fixed`).
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
     from proxy.config import Pool
     from proxy.keys.provider import KeyProvider, KeySet
+    from proxy.keys.watch import KeyWatch
     from proxy.qos.classes import PoolName
-    from proxy.tls_context import Loaded as LoadedTls
+    from proxy.sm4.keyring import Plan
 
-POLL_S = 2.0
 SETTLE_S = 0.1
 SETTLE_TIMES_MAX = 50
 POOLS: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
@@ -46,14 +47,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was read, all of it good. `kept`: names whose new values need a restart."""
+    """What was read, all of it good. `kept`: names whose new values need a restart.
+
+    `plan`: the keys as the ring is to take them.
+    """
 
     settings: Settings
     keys: KeySet | None = field(repr=False)
     authorization: Mapping[PoolName, bytes] = field(repr=False)
     trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
-    tls: LoadedTls | None = field(default=None, repr=False)
     kept: tuple[str, ...] = ()
+    plan: Plan | None = field(default=None, repr=False)
 
 
 class Source:
@@ -65,6 +69,7 @@ class Source:
         self._start = settings
         self._first: Loaded | None = None
         self._provider: KeyProvider | None = None
+        self.watch: KeyWatch | None = None
 
     def credentials(self, settings: Settings) -> Loaded:
         """Read keys and credentials; raises SettingsError with every problem."""
@@ -90,14 +95,9 @@ class Source:
             keys = self._keys()
         except SettingsError as problem:
             problems += problem.problems
-        tls: LoadedTls | None = None
-        try:
-            tls = load_tls(settings)
-        except SettingsError as problem:
-            problems += problem.problems
         if problems:
             raise SettingsError(problems)
-        loaded = Loaded(settings, keys, authorization, trusted, tls)
+        loaded = Loaded(settings, keys, authorization, trusted)
         if self._first is None:
             self._first = loaded
         return loaded
@@ -119,15 +119,35 @@ class Source:
             if self._first is not None:
                 kept += kept_keys(loaded.keys, self._first.keys)
                 problems += other_audience(loaded.keys, self._first.keys)
-                problems += unverifiable(loaded.keys)
+                loaded = self._planned(loaded, problems)
         if problems:
             raise SettingsError(problems)
         return dataclasses.replace(loaded, kept=tuple(kept))
 
+    def _planned(self, loaded: Loaded, problems: list[str]) -> Loaded:
+        """Put the keys in order for the ring, on the thread that reads.
+
+        Libraries that new keys need are loaded by this.
+        """
+        watch = self.watch
+        if loaded.keys is None or watch is None or watch.ring is None:
+            return loaded
+        from proxy.keys.pace import breathe  # noqa: PLC0415 - only with keys
+        from proxy.sm4.keyring import KeyringError  # noqa: PLC0415
+
+        now_ms = time.time_ns() // 1_000_000
+        try:
+            plan = watch.ring.plan(loaded.keys.envelope_keys(), now_ms=now_ms, rest=breathe)
+        except KeyringError as problem:
+            problems.append(f"keys.{watch.provider.kind}: {problem}")
+            return loaded
+        watch.revoked = len(loaded.keys.revoked())
+        return dataclasses.replace(loaded, plan=plan)
+
     def provider(self) -> KeyProvider | None:
         """Return where keys come from, None where none are named; raises SettingsError."""
         row = self._start.keys  # cannot change while running
-        if self._provider is None and row.file:
+        if self._provider is None and (row.file or row.provider != "file"):
             from proxy.keys.provider import KeySourceError  # noqa: PLC0415 - only with keys
             from proxy.keys.sources import open_provider  # noqa: PLC0415
 
@@ -135,6 +155,10 @@ class Source:
                 self._provider = open_provider(row)
             except KeySourceError as problem:
                 raise SettingsError([f"keys.provider: {problem}"]) from None
+            if self._provider is not None:
+                from proxy.keys.watch import KeyWatch  # noqa: PLC0415 - only with keys
+
+                self.watch = KeyWatch(self._provider, int(row.expiry_alarm_s * 1000))
         return self._provider
 
     def _keys(self) -> KeySet | None:
@@ -147,6 +171,11 @@ class Source:
             return provider.load()
         except KeySourceError as problem:
             raise SettingsError([f"keys.{provider.kind}: {problem}"]) from None
+
+    def close(self) -> None:
+        """End what the provider runs."""
+        if self._provider is not None:
+            self._provider.close()
 
     def mark(self) -> object:
         """Return what differs when the provider may give other keys."""
@@ -163,29 +192,10 @@ class Source:
             pool: Pool = getattr(settings.pools, name)
             names += [pool.authorization_file, pool.ca_file]
         found = [Path(name) for name in names if name]
-        row = self._start.tls
-        found += [Path(name) for name in (row.certificate, row.key, row.client_ca) if name]
         if self._path is not None:
             file = Path(self._path)
             found.append(file / FILE_NAME if file.is_dir() else file)
         return found
-
-
-def load_tls(settings: Settings) -> LoadedTls | None:
-    """Read the sealed door's certificate, if it has one; raises SettingsError."""
-    row = settings.tls
-    if not (row.certificate or row.key or row.client_ca):
-        return None
-    if not (row.certificate and row.key):
-        raise SettingsError(["tls: certificate and key go together, and client_ca needs both"])
-    try:
-        from proxy.tls_context import TlsError, load  # noqa: PLC0415 - only with TLS
-    except ImportError:
-        raise SettingsError(["tls: needs pyOpenSSL: pip install 'tongguan[tls]'"]) from None
-    try:
-        return load(row)
-    except TlsError as problem:
-        raise SettingsError([str(problem)]) from None
 
 
 def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
@@ -195,7 +205,6 @@ def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
         new,
         workers=start.workers,
         doors=doors,
-        tls=start.tls,
         identity=start.identity,
         keys=start.keys,
         envelope=start.envelope,
@@ -236,28 +245,15 @@ def kept_keys(new: KeySet | None, first: KeySet | None) -> list[str]:
 
 
 def other_audience(new: KeySet | None, first: KeySet | None) -> list[str]:
-    """Return the problem of keys that are for somebody else: a receiver is one audience."""
+    """Return the problem of keys that are for somebody else: a receiver is one audience.
+
+    That there are none is an accident, unless some were revoked.
+    """
     if new is None or first is None:
         return []
-    if new.audiences() == first.audiences():
+    if new.audiences() == first.audiences() or (not new.audiences() and new.revoked()):
         return []
     return ["keys.file: its keys are not for the audience of those that were there at the start"]
-
-
-def unverifiable(keys: KeySet | None) -> list[str]:
-    """Return the problem of keys whose signatures cannot be verified here.
-
-    Libraries that new keys need are loaded by this, on the thread that reads.
-    """
-    if keys is None:
-        return []
-    from proxy.sm4.keyring import KeyringError, check_signatures  # noqa: PLC0415 - only with keys
-
-    try:
-        check_signatures(keys.envelope_keys())
-    except KeyringError as problem:
-        return [f"keys.file: {problem}"]
-    return []
 
 
 class Watcher:
@@ -274,6 +270,7 @@ class Watcher:
         self._settings = settings
         self._loop = loop
         self._take = take
+        self._poll_s = settings.keys.poll_s
         self._wake = threading.Event()
         self._ending = False
         self._seen = self._print()
@@ -296,10 +293,12 @@ class Watcher:
 
     def _run(self) -> None:
         while True:
-            asked = self._wake.wait(POLL_S)
+            asked = self._wake.wait(self._poll_s)
             self._wake.clear()
             if self._ending:
                 return
+            if self._source.watch is not None:
+                self._source.watch.look(time.time_ns() // 1_000_000)
             if asked or self._print() != self._seen:
                 self._settle()
                 self._read()

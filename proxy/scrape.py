@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from kernels.wire import AVAILABLE
 from proxy.metrics import built
 from proxy.qos.pools import STATE_NAMES
+from proxy.scrape_keys import key_families
 from proxy.scrape_qos import qos_families
 from proxy.sm4.cipher import tier
 
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from proxy.context import Context
+    from proxy.keys.watch import KeyWatch
 
 
 class Collector:
     """Renders a context's counters; registered once, asked at each scrape."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, keys: KeyWatch | None = None) -> None:
         self._current = context.current
+        self._keys = keys
 
     @property
     def _context(self) -> Context:
@@ -46,7 +49,8 @@ class Collector:
         yield from self._pools()
         yield from self._endpoints()
         yield from self._channel()
-        yield from self._tls()
+        if self._keys is not None:
+            yield from key_families(self._keys, self._context.clock.wall_ms())
         yield from self._audit()
 
     def _requests(self) -> Iterator[Metric]:
@@ -267,31 +271,8 @@ class Collector:
                     "Envelopes refused because too many waited for it.",
                     value=store.refusals,
                 )
-            live = len(ring.live_kids(context.clock.wall_ms()))
+            live = ring.live(context.clock.wall_ms())
             yield GaugeMetricFamily("tongguan_proxy_live_kids", "Key ids in time.", value=live)
-
-    def _tls(self) -> Iterator[Metric]:
-        counters = self._context.counters
-        if not counters.tls_certificate_ends_s:
-            return
-        handshakes = CounterMetricFamily(
-            "tongguan_proxy_tls_handshakes",
-            "TLS handshakes by how they ended: ok, failed, late, left, refused.",
-            labels=["outcome"],
-        )
-        for outcome, count in list(counters.tls_handshakes.items()):
-            handshakes.add_metric([outcome], count)
-        yield handshakes
-        yield GaugeMetricFamily(
-            "tongguan_proxy_tls_handshakes_pending",
-            "TLS handshakes that are under way.",
-            value=counters.tls_pending,
-        )
-        yield GaugeMetricFamily(
-            "tongguan_proxy_tls_certificate_expiry_timestamp_seconds",
-            "When the sealed door's certificate ends.",
-            value=counters.tls_certificate_ends_s,
-        )
 
     def _audit(self) -> Iterator[Metric]:
         audit = self._context.audit

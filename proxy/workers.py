@@ -194,8 +194,13 @@ def _reasons(body: bytes) -> list[str]:
 
 
 # Gauges that are no sum over processes: for all a time, and what is the same for each.
-_MOST = ("_seconds", "_info", "_live_kids", "_entries_limit", "_agent_limit", "_max_fds")
-_LEAST = ("_available", "_last_success_timestamp_seconds")
+_MOST = (
+    "_seconds", "_info", "_live_kids", "_entries_limit", "_agent_limit", "_max_fds",
+    "_keys_known", "_keys_expiring", "_keys_revoked", "_kid_live",
+)  # fmt: skip
+_LEAST = (
+    "_available", "_last_success_timestamp_seconds", "_lease_seconds"
+)  # fmt: skip
 
 
 def merge(texts: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """`tongguan keys`: make key files, and show what is in one without showing secrets.
 
-Exit codes: 0 ok, 2 usage or bad input, 3 I/O.
+What changes a set, or looks at a source of keys, is in `proxy/keys/change/cli.py`. Exit codes: 0
+ok, 1 `check` found problems, 2 usage or bad input, 3 I/O.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from proxy.keys.change.cli import check, revoke, rotate, wrap
+
 if TYPE_CHECKING:
     from proxy.keys.file import KeyFile
     from proxy.sm4.keyring import EnvelopeKey
 
 EXIT_BAD_INPUT = 2
 EXIT_IO = 3
+YEAR_10000_MS = 253_402_300_800_000
 
 
 @click.group(
     short_help="Make key files and look at them.",
-    epilog="Exit codes: 0 ok, 2 usage or bad input, 3 I/O. More: docs/keys.md",
+    epilog="Exit codes: 0 ok, 1 check found problems, 2 usage or bad input, 3 I/O. "
+    "More: docs/keys.md",
 )
 def keys() -> None:
-    """Make key files for sidecar, client and auditor, and look at them."""
+    """Make key files for sidecar, client and auditor, change them, and look at them."""
+
+
+for _command in (rotate, revoke, wrap, check):
+    keys.add_command(_command)
 
 
 @keys.command()
@@ -161,53 +170,11 @@ def new(
 
 
 @keys.command()
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Where sidecar.json and client.json are.",
-)
-@click.option(
-    "--days",
-    type=click.IntRange(1, 3650),
-    help="Validity of the next key; default: that of the key it follows.",
-)
-def rotate(directory: Path, days: int | None) -> None:
-    """Announce the client's next envelope key: it begins in ten minutes.
-
-    Both files get it, the sidecar's first; the keys before serve on until their grace is over, and
-    then leave the files. A sidecar that runs takes the new file by itself; give clients theirs
-    within the ten minutes.
-    """
-    from proxy.keys.file import KeyFileError, read
-    from proxy.keys.issue import FILE_NAMES, write
-    from proxy.keys.rotate import rotate as rotated
-
-    now_ms = time.time_ns() // 1_000_000
-    try:
-        files, fresh = rotated(
-            read(directory / FILE_NAMES["sidecar"]),
-            read(directory / FILE_NAMES["client"]),
-            now_ms=now_ms,
-            random=os.urandom,
-            days=days,
-        )
-        paths = write(directory, files, force=True, suffix=f"{now_ms}.{os.getpid()}")
-    except (KeyFileError, ValueError) as problem:
-        _fail(str(problem), EXIT_BAD_INPUT)
-    except OSError as problem:
-        _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
-    for path in paths:
-        click.echo(f"wrote {path}")
-    click.echo(f"kid {fresh.kid.hex()} begins {_utc(fresh.not_before_ms)}")
-
-
-@keys.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def show(file: Path, as_json: bool) -> None:
     """Show kids, audience, tenant, suite and validity of a key file; never a secret."""
+    from proxy.keys.check import state
     from proxy.keys.file import KeyFileError, read
 
     try:
@@ -240,6 +207,7 @@ def show(file: Path, as_json: bool) -> None:
         "auditor_public": contents.auditor_public.hex() if contents.auditor_public else None,
         "auditor_private": "present" if contents.auditor_private else None,
         "public_keys": public_lines(contents),
+        "revoked": [kid.hex() for kid in contents.revoked],
     }
     if as_json:
         click.echo(json.dumps(facts))
@@ -258,6 +226,8 @@ def show(file: Path, as_json: bool) -> None:
             "signature",
         ):
             click.echo(f"  {name:<13} {row[name]}")
+    for kid in contents.revoked:
+        click.echo(f"kid             {kid.hex()}  revoked")
     if contents.prompt_keys:
         click.echo(f"prompt keys for {', '.join(sorted(contents.prompt_keys))}")
     for seed_id, _ in contents.chain_seeds:
@@ -270,7 +240,7 @@ def show(file: Path, as_json: bool) -> None:
         click.echo(f"checkpoints by  {line}")
 
 
-@keys.command()
+@keys.command("export-public")
 @click.argument("file", type=click.Path(path_type=Path))
 def public(file: Path) -> None:
     """Print the public keys that checkpoints of the audit log are verified with, a line each.
@@ -292,6 +262,10 @@ def public(file: Path) -> None:
         click.echo(line)
 
 
+# As it was called before.
+keys.add_command(public, "public")
+
+
 def public_lines(contents: KeyFile) -> list[str]:
     """Return the public keys of checkpoints that a key file holds or signs with."""
     from proxy.audit.signing import NoteSigner
@@ -300,13 +274,6 @@ def public_lines(contents: KeyFile) -> list[str]:
         *contents.verify_keys,
         *(NoteSigner(*row).key.line() for row in contents.checkpoint_keys),
     ]
-
-
-def state(not_before_ms: int, not_after_ms: int, now_ms: int) -> str:
-    """Return what a key is now: live, not yet, expired."""
-    if now_ms < not_before_ms:
-        return "not yet"
-    return "live" if now_ms <= not_after_ms else "expired"
 
 
 def _signature(key: EnvelopeKey) -> str:
@@ -318,6 +285,8 @@ def _signature(key: EnvelopeKey) -> str:
 
 
 def _utc(time_ms: int) -> str:
+    if time_ms >= YEAR_10000_MS:  # what a datetime cannot hold
+        return f"{time_ms} ms"
     moment = dt.datetime.fromtimestamp(time_ms / 1000, tz=dt.UTC)
     return moment.isoformat(timespec="seconds")
 

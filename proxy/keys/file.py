@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from proxy.keys.pace import breathe
 from proxy.keys.provider import KeySourceError
-from proxy.sm4.keyring import PAD_BYTES_DEFAULT, EnvelopeKey, Keyring, KeyringError
+from proxy.sm4.keyring import KID_BYTES, PAD_BYTES_DEFAULT, EnvelopeKey, KeyringError
 from proxy.sm4.signature import PUBLIC_BYTES
 
 if TYPE_CHECKING:
@@ -69,13 +71,16 @@ class _SignerRow(msgspec.Struct, forbid_unknown_fields=True):
 class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     role: str
-    envelope_keys: list[_KeyRow] = []
+    # As they stand: a row becomes a key before the next one is looked at.
+    envelope_keys: list[msgspec.Raw] = []
     prompt_keys: dict[str, str] = {}
     chain_seeds: list[_SeedRow] = []
     auditor_public: str = ""
     auditor_private: str = ""
     checkpoint_keys: list[_SignerRow] = []
     verify_keys: list[str] = []
+    # Not written where there are none: sidecars of before know no such member.
+    revoked: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -83,7 +88,8 @@ class KeyFile:
     """A key file's contents. `chain_seeds` in order of issue: the last one is in use.
 
     `checkpoint_keys` (name, scheme, private) sign every checkpoint, all of them; `verify_keys` are
-    the public keys of signers and witnesses, as lines of the signed-note format.
+    the public keys of signers and witnesses, as lines of the signed-note format. `revoked`: kids
+    that are never to be used again, wherever else they stand.
     """
 
     role: str
@@ -94,14 +100,26 @@ class KeyFile:
     auditor_private: bytes | None
     checkpoint_keys: tuple[tuple[str, str, bytes], ...] = ()
     verify_keys: tuple[str, ...] = ()
+    revoked: tuple[bytes, ...] = ()
 
 
 def read(path: Path) -> KeyFile:
     """Read a key file of any role; raises `KeyFileError`, or OSError if it cannot be opened."""
+    return parse(path, read_bytes(path))
+
+
+def read_bytes(path: Path, *, directory: int | None = None, mounted: bool = False) -> bytes:
+    """Return what a key file holds; raises `KeyFileError`, or OSError if it cannot be opened.
+
+    `directory`: a descriptor that `path`'s last part is looked up in. `mounted`: see
+    `check_access`.
+    """
     # The descriptor that is checked is the one that is read: a name may change in between.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    name = path if directory is None else path.name
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     try:
-        check_access(path, os.fstat(descriptor), os.geteuid())
+        groups = frozenset({os.getegid(), *os.getgroups()}) if mounted else frozenset()
+        check_access(path, os.fstat(descriptor), os.geteuid(), groups)
         data = b""
         while len(data) <= FILE_BYTES_MAX and (part := os.read(descriptor, FILE_BYTES_MAX + 1)):
             data += part
@@ -109,11 +127,17 @@ def read(path: Path) -> KeyFile:
         os.close(descriptor)
     if len(data) > FILE_BYTES_MAX:
         raise KeyFileError(f"{path}: larger than {FILE_BYTES_MAX} bytes, no key file")
-    return parse(path, data)
+    return data
 
 
-def check_access(path: Path, status: os.stat_result, uid: int) -> None:
-    """Raise `KeyFileError` unless this is a plain file of `uid` or root that nobody else reads."""
+def check_access(
+    path: Path, status: os.stat_result, uid: int, groups: frozenset[int] = frozenset()
+) -> None:
+    """Raise `KeyFileError` unless this is a plain file of `uid` or root that nobody else reads.
+
+    What root owns may be read by one of `groups`: so Kubernetes mounts a secret for a process that
+    is not root (`fsGroup`).
+    """
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"{path}: not a regular file")
     if status.st_uid not in {uid, 0}:
@@ -122,7 +146,10 @@ def check_access(path: Path, status: os.stat_result, uid: int) -> None:
             f"run: chown {uid} {path}"
         )
     mode = stat.S_IMODE(status.st_mode)
-    if mode & _FORBIDDEN_BITS:
+    forbidden = _FORBIDDEN_BITS
+    if groups and status.st_uid == 0 and status.st_gid in groups:
+        forbidden &= ~stat.S_IRGRP
+    if mode & forbidden:
         raise KeyFileError(
             f"{path}: mode {mode:04o} lets others at the keys; run: chmod 600 {path}"
         )
@@ -143,9 +170,8 @@ def parse(path: Path, data: bytes) -> KeyFile:
     if document.role not in ROLES:
         raise KeyFileError(f"{path}: role: expected sidecar, client or auditor")
     try:
-        keys = tuple(_envelope_key(i, row) for i, row in enumerate(document.envelope_keys))
+        keys = _envelope_keys(document.envelope_keys)
         _check_role(document.role, keys)
-        Keyring(keys)  # refuses a kid that is there twice with different contents
         return KeyFile(
             role=document.role,
             envelope_keys=keys,
@@ -164,6 +190,9 @@ def parse(path: Path, data: bytes) -> KeyFile:
                 for i, row in enumerate(document.checkpoint_keys)
             ),
             verify_keys=tuple(document.verify_keys),
+            revoked=tuple(
+                _bytes(f"revoked[{i}]", kid, KID_BYTES) for i, kid in enumerate(document.revoked)
+            ),
         )
     except KeyringError as problem:
         raise KeyFileError(f"{path}: {problem}") from None
@@ -184,11 +213,11 @@ _MEMBER = re.compile(r"Object (contains unknown|missing required) field `(.*)`",
 _TYPES = re.compile(r"Expected `(\w+)`, got `\w+`")
 
 
-def _shape_fault(text: str) -> str:
+def _shape_fault(text: str, within: str = "") -> str:
     """Say in our words which member msgspec stumbled on; it names types, so no value is shown."""
     found = _AT.fullmatch(text)
     assert found is not None  # the pattern's first part takes anything
-    what, where = found[1], found[2] or ""
+    what, where = found[1], ".".join(part for part in (within, found[2]) if part)
     if member := _MEMBER.fullmatch(what):
         name = member[2].encode("unicode_escape").decode()[:64]
         full = f"{where}.{name}" if where else name
@@ -205,6 +234,8 @@ def _bytes(name: str, text: str, size: int) -> bytes:
         value = b""
     # fromhex skips spaces, so the text's length is checked too: a key is written in one way.
     if len(value) != size or len(text) != 2 * size:
+        if text.startswith("pkcs11:"):
+            raise KeyringError(f"{name}: wrapped by a PKCS#11 token: set keys.provider to pkcs11")
         raise KeyringError(f"{name}: expected {2 * size} hexadecimal digits")
     return value
 
@@ -231,31 +262,52 @@ def _seed_id(index: int, text: str) -> str:
     return text
 
 
-def _envelope_key(index: int, row: _KeyRow) -> EnvelopeKey:
-    name = f"envelope_keys[{index}]"
-    kid, root = _bytes(f"{name}.kid", row.kid, 8), _bytes(f"{name}.root", row.root, 32)
-    try:
-        return EnvelopeKey(
-            kid=kid,
-            root=root,
-            client=row.client,
-            audience=row.audience,
-            tenant=row.tenant,
-            suite=row.suite,
-            digest=row.digest,
-            not_before_ms=row.not_before_ms,
-            not_after_ms=row.not_after_ms,
-            pad=row.pad,
-            writers=row.writers,
-            require_mac=row.require_mac,
-            require_signature=row.require_signature,
-            scheme=row.scheme or "",
-            sign_public=_public(f"{name}.sign_public", row),
-            sign_private=_optional(f"{name}.sign_private", row.sign_private or "") or b"",
-        )
-    except KeyringError as problem:
-        text = str(problem)
-        raise KeyringError(text if text.startswith(name) else f"{name}.{text}") from None
+_DECODER = msgspec.json.Decoder(_KeyRow)
+_ROWS_AT_ONCE = 32
+
+
+def _envelope_keys(rows: list[msgspec.Raw]) -> tuple[EnvelopeKey, ...]:
+    """Return the keys; one that is there twice, with different contents, is refused."""
+    known: dict[bytes, EnvelopeKey] = {}
+    keys = []
+    for number, raw in enumerate(rows):
+        if number % _ROWS_AT_ONCE == 0:
+            breathe()
+        try:
+            key = _envelope_key(_DECODER.decode(raw))
+        except KeyringError as problem:
+            raise KeyringError(f"envelope_keys[{number}].{problem}") from None
+        except msgspec.ValidationError as problem:
+            fault = _shape_fault(str(problem), f"envelope_keys[{number}]")
+            raise KeyringError(fault) from None
+        same = known.setdefault(key.kid, key)
+        if same is not key and same != key:
+            raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
+        keys.append(key)
+    return tuple(keys)
+
+
+def _envelope_key(row: _KeyRow) -> EnvelopeKey:
+    scheme = row.scheme or ""
+    return EnvelopeKey(
+        _bytes("kid", row.kid, 8),
+        _bytes("root", row.root, 32),
+        row.client,
+        # The same few in a hundred thousand keys: one of each is kept.
+        sys.intern(row.audience),
+        sys.intern(row.tenant),
+        row.suite,
+        sys.intern(row.digest),
+        row.not_before_ms,
+        row.not_after_ms,
+        row.pad,
+        row.writers,
+        row.require_mac,
+        row.require_signature,
+        scheme,
+        _public("sign_public", row) if scheme or row.sign_public else b"",
+        _optional("sign_private", row.sign_private or "") or b"",
+    )
 
 
 def _public(name: str, row: _KeyRow) -> bytes:
@@ -265,13 +317,17 @@ def _public(name: str, row: _KeyRow) -> bytes:
     return _bytes(name, text, size) if size else text.encode()
 
 
+def _raw_row(**members: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(_KeyRow(**members)))
+
+
 def encode(file: KeyFile) -> bytes:
     """Return a key file's bytes."""
     document = _Document(
         format=FORMAT,
         role=file.role,
         envelope_keys=[
-            _KeyRow(
+            _raw_row(
                 kid=key.kid.hex(),
                 root=key.root.hex(),
                 client=key.client,
@@ -300,5 +356,6 @@ def encode(file: KeyFile) -> bytes:
             for name, scheme, private in file.checkpoint_keys
         ],
         verify_keys=list(file.verify_keys),
+        revoked=[kid.hex() for kid in file.revoked],
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

@@ -158,8 +158,17 @@ def _stranger(files: Mapping[str, KeyFile], auditor: KeyFile) -> str:
     return ""
 
 
-def write(directory: Path, files: Mapping[str, KeyFile], *, force: bool, suffix: str) -> list[Path]:
+def write(
+    directory: Path,
+    files: Mapping[str, KeyFile],
+    *,
+    force: bool,
+    suffix: str,
+    finish: Callable[[str, bytes], bytes] = lambda _role, data: data,
+) -> list[Path]:
     """Write the files and return their paths; `suffix` is unique to this call.
+
+    `finish(role, data)` returns what of a file is written: so a token wraps it.
 
     Without `force`, raises `KeyFileError` if one is there already. With it they are replaced: give
     `issue` what `earlier` found. Raises OSError.
@@ -176,7 +185,7 @@ def write(directory: Path, files: Mapping[str, KeyFile], *, force: bool, suffix:
     try:
         for role, file in files.items():
             path = directory / f".{FILE_NAMES[role]}.{suffix}"
-            _write_new(path, encode(file))
+            _write_new(path, finish(role, encode(file)))
             temporary[role] = path
         # The auditor's first: it verifies what comes under either set, should we end in between.
         for role in sorted(temporary, key=lambda role: role != "auditor"):

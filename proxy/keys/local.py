@@ -62,8 +62,8 @@ class FileProvider:
         """Raise `KeyFileError` for a file that is refused, also for one that is not there."""
         try:
             contents = self._read()
-        except KeySourceError:
-            self._standing.degraded("file_refused")
+        except KeySourceError as problem:
+            self._standing.degraded("file_refused", problem)
             raise
         self._standing.good()
         return KeySet(contents)

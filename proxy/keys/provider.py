@@ -54,7 +54,7 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a provider is. `reason` is one of few words with no secret in it; empty when ok.
+    """How a provider is. `reason` is one of few words, `problem` a line for people; empty when ok.
 
     `since_ms`: unix ms at which it became so. `lease_until_ms`: when what it gave ends to be good,
     if nothing more is heard of it (`NEVER_MS`: it does not end).
@@ -63,6 +63,7 @@ class State:
     ok: bool
     since_ms: int
     reason: str = ""
+    problem: str = ""
     lease_until_ms: int = NEVER_MS
 
 
@@ -80,12 +81,16 @@ class Standing:
         since_ms = self._state.since_ms if self._state.ok else self._wall_ms()
         self._state = State(ok=True, since_ms=since_ms, lease_until_ms=lease_until_ms)
 
-    def degraded(self, reason: str) -> None:
+    def degraded(self, reason: str, problem: object = "") -> None:
         """Note that it did not; the first time counts, the last reason is told."""
         before = self._state
         since_ms = self._wall_ms() if before.ok else before.since_ms
         self._state = State(
-            ok=False, since_ms=since_ms, reason=reason, lease_until_ms=before.lease_until_ms
+            ok=False,
+            since_ms=since_ms,
+            reason=reason,
+            problem=str(problem),
+            lease_until_ms=before.lease_until_ms,
         )
 
     def state(self) -> State:
@@ -106,6 +111,10 @@ class KeySet:
         audiences: frozenset[str] = frozenset(),
     ) -> None:
         """`versions` by name, where the provider counts them; `audiences`: of keys withdrawn."""
+        if contents.revoked:
+            revoked = frozenset(contents.revoked)
+            rows = tuple(key for key in contents.envelope_keys if key.kid not in revoked)
+            contents = replace(contents, envelope_keys=rows)
         self._contents = contents
         self._versions = versions or {}
         found = frozenset(key.audience for key in contents.envelope_keys)
@@ -125,6 +134,10 @@ class KeySet:
     def audiences(self) -> frozenset[str]:
         """Return the audiences that the envelope keys are or were for."""
         return self._audiences
+
+    def revoked(self) -> frozenset[bytes]:
+        """Return the kids that are revoked: no envelope key is one of them."""
+        return frozenset(self._contents.revoked)
 
     def prompt_key(self, tenant: str) -> bytes | None:
         """Return the tenant's 32-byte key for prompt and output hashes, or None."""

@@ -119,7 +119,7 @@ class StreamSealer:
     def _frame(self, data: bytes, last: bool = False) -> bytes:  # noqa: FBT001, FBT002 - as below
         frame = self._seal(data, self._unit, last, self._as_event)
         size = len(frame)
-        self._derived.sealed_bytes += sse_payload_bytes(size) if self._as_event else size
+        self._derived.used.sealed_bytes += sse_payload_bytes(size) if self._as_event else size
         return frame
 
     def head(self) -> bytes:

@@ -62,8 +62,10 @@ def swap(path, content, mode=None):
 class Live(Sidecar):
     """A sidecar whose endpoints stand in its settings file."""
 
-    def __init__(self, folder, backend, *, text="", **options):
+    def __init__(self, folder, backend, *, text="", poll_s=60, **options):
+        """`poll_s`: long, so that each reload is one that was asked for."""
         super().__init__(folder, backend.url, toml=toml(backend, text), **options)
+        self.environ["TONGGUAN_KEYS_POLL_S"] = str(poll_s)
         for pool in POOLS:
             del self.environ[f"TONGGUAN_POOLS_{pool.upper()}_ENDPOINTS"]
 
@@ -173,7 +175,7 @@ def test_reload_under_load_fails_no_request_and_drops_no_stream(live, upstreams)
 
 def test_file_is_watched_and_a_swapped_directory_is_seen(tmp_path, upstreams):
     first, second = upstreams
-    with Live(tmp_path / "s", first) as plain:
+    with Live(tmp_path / "s", first, poll_s=0.5) as plain:
         command, environ = plain.command, plain.environ
     mount = tmp_path / "mount"
     for name, backend in (("..1", first), ("..2", second)):

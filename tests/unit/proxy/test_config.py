@@ -73,6 +73,8 @@ def good_value(name, hint, meta, default):
         return ["192.0.2.1", "2001:db8::/32"] if name == "identity.gateways" else endpoints
     if name == "envelope.replay_store_url":
         return "rediss://user@192.0.2.1:6379/1"
+    if name == "keys.http_address":
+        return "https://192.0.2.1:8200"
     if name == "audit.witness":
         return "unix:/run/agent.sock"
     if name == "qos.limits_url":
@@ -123,7 +125,11 @@ def test_settings_are_frozen():
 # --- each setting, from both sources
 
 
-@pytest.mark.parametrize(("name", "hint", "meta"), LEAVES, ids=NAMES)
+# Each but one: a provider other than the default needs settings beside it (below).
+ALONE = [row for row in LEAVES if row[0] != "keys.provider"]
+
+
+@pytest.mark.parametrize(("name", "hint", "meta"), ALONE, ids=[name for name, *_ in ALONE])
 def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, meta):
     value = good_value(name, hint, meta, lookup(Settings(), name))
     expected = tuple(value) if isinstance(value, list) else value
@@ -640,3 +646,62 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path):
     with pytest.raises(SettingsError) as caught:
         read(str(file), {})
     assert caught.value.problems == [f"{file}: No such file or directory"]
+
+
+# --- keys
+
+KEY_SOURCES = {
+    "file": {},
+    "directory": {"directory": "d"},
+    "http": {"http_address": "https://h:8200", "http_token_file": "t"},
+    "pkcs11": {
+        "file": "f", "pkcs11_module": "m", "pkcs11_token": "t", "pkcs11_pin_file": "p",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("provider", KEY_SOURCES)
+def test_a_key_provider_names_each_setting_that_it_lacks(provider):
+    rows = KEY_SOURCES[provider]
+    text = toml("keys.provider", provider)
+    settings = load(text, {variable(f"keys.{name}"): value for name, value in rows.items()})
+    assert settings.keys.provider == provider
+    if rows:
+        needed = [f"keys.{name}: needed by keys.provider = {provider!r}" for name in rows]
+        assert problems(text) == needed
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("h:8200", "expected https://"),
+        ("https://", "expected https://"),
+        ("ftp://h", "expected https://"),
+        ("https://h/v1", "without a path"),
+        ("http://192.0.2.1:8200", "keys do not go unencrypted"),
+        ("http://127.0.0.1.example:8200", "keys do not go unencrypted"),
+        ("https://user:secret@h", "no credentials in here"),
+        ("https://h?token=secret", "no credentials in here"),
+    ],
+)
+def test_a_key_service_s_address_that_cannot_be_used_is_refused(address, problem):
+    (found,) = problems(toml("keys.http_address", address))
+    assert problem in found
+    assert "secret@" not in found
+    assert "token=" not in found
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:8200", "http://localhost", "https://[::1]:1"]
+)
+def test_a_key_service_on_loopback_needs_no_tls(address):
+    assert load(toml("keys.http_address", address), {}).keys.http_address == address
+
+
+@pytest.mark.parametrize(
+    "path", ["../other", "a/../b", "a b", "a?b", "a%2fb", "a#b", "ä", "a" * 256]
+)
+@pytest.mark.parametrize("name", ["http_path", "http_mount", "http_namespace"])
+def test_a_path_at_the_key_service_leads_nowhere_else(name, path):
+    (found,) = problems(toml(f"keys.{name}", path))
+    assert found == f"keys.{name}: expected letters, digits, and any of -_./"

@@ -212,3 +212,56 @@ def test_replacing_with_other_contents_of_a_kid_changes_nothing() -> None:
     assert (found := ring.get(key.kid)) is not None
     assert found.key == key
     assert ring.get(more.kid) is None
+
+
+def test_what_is_derived_is_kept_within_its_bound_and_counts_are_not_lost(monkeypatch) -> None:
+    monkeypatch.setattr("proxy.sm4.keyring.DERIVED_MAX", 2)
+    keys = [make_key(kid=bytes([number]) * 8) for number in range(3)]
+    ring = Keyring(keys)
+    first = ring.get(keys[0].kid)
+    assert first is not None
+    first.count(7, envelopes=2)
+    ring.get(keys[1].kid)
+    assert ring.get(keys[0].kid) is first
+    ring.get(keys[2].kid)
+    assert len(ring._derived) == 2
+    again = ring.get(keys[0].kid)
+    assert again is not None
+    assert again is not first
+    first.count(1)  # a stream that is still being sealed
+    assert (again.sealed_envelopes, again.sealed_bytes) == (2, 8)
+
+
+def test_the_number_of_live_kids_is_that_of_their_list_at_every_time() -> None:
+    keys = [
+        make_key(kid=bytes([n]) * 8, not_before_ms=NOW_MS + b, not_after_ms=NOW_MS + b + span)
+        for n, (b, span) in enumerate([(0, 1), (0, 500_000), (100_000, 900_000), (-1, 60_000)])
+    ]
+    ring = Keyring(keys, window_ms=WINDOW_MS)
+    for offset in range(-200_000, 1_400_000, 20_000):
+        for now_ms in (NOW_MS + offset - 1, NOW_MS + offset, NOW_MS + offset + 1):
+            ring.drop_expired(now_ms - 10_000_000)
+            assert ring.live(now_ms) == len(ring.live_kids(now_ms))
+    assert len(ring.live_kids(NOW_MS, 2)) == 2
+    ring.drop_expired(NOW_MS + 500_000 + 3 * WINDOW_MS + 1)
+    assert len(ring) == 1
+    assert ring.live(NOW_MS + 500_000 + 3 * WINDOW_MS + 1) == 1
+
+
+def test_a_plan_changes_nothing_until_it_is_taken() -> None:
+    old, new = make_key(kid=b"old....."), make_key(kid=b"new.....")
+    ring, rests = Keyring([old]), []
+    plan = ring.plan([new], now_ms=NOW_MS, rest=lambda: rests.append(1))
+    assert ring.get(new.kid) is None
+    assert ring.get(old.kid) is not None
+    assert rests
+    ring.take(plan)
+    assert ring.get(old.kid) is None
+    assert ring.get(new.kid) is plan.derived[new.kid]
+
+
+def test_a_key_that_stays_is_the_object_it_was() -> None:
+    key = make_key()
+    ring = Keyring([key])
+    ring.replace([dataclasses.replace(key)])
+    assert next(iter(ring)) is key

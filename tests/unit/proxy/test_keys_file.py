@@ -567,7 +567,7 @@ def test_a_refused_file_exits_2_and_a_missing_one_3(tmp_path: Path) -> None:
     [(5, 9, "not yet"), (4, 9, "live"), (0, 4, "live"), (0, 3, "expired")],
 )
 def test_the_state_of_a_key(not_before: int, not_after: int, expected: str) -> None:
-    from proxy.keys.cli import state
+    from proxy.keys.check import state
 
     assert state(not_before, not_after, 4) == expected
 

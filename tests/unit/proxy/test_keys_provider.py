@@ -95,7 +95,9 @@ def test_a_file_that_is_refused_degrades_its_provider_until_it_is_good(files, tm
     for _ in range(2):
         with pytest.raises(KeySourceError, match="chmod 600"):
             provider.load()
-    assert provider.state() == State(ok=False, since_ms=20, reason="file_refused")
+    state = provider.state()
+    assert (state.ok, state.since_ms, state.reason) == (False, 20, "file_refused")
+    assert "run: chmod 600" in state.problem
     path.chmod(0o600)
     provider.load()
     assert provider.state() == State(ok=True, since_ms=30)

@@ -1,0 +1,1 @@
+"""Commands that change a set of keys, or look at a source of them."""
