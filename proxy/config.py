@@ -5,8 +5,8 @@ Sources, later wins: defaults, `tongguan.toml` (a file, or a directory that hold
 reported at once; an unknown key or variable with our prefix is a mistake. Nothing here holds a
 secret: secrets are files that settings point to.
 
-The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys` and
-`config_audit`, each with the checks between its own settings; whoever uses settings imports them
+The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys`, `config_audit`
+and `config_tls`, each with the checks between its own settings; whoever uses settings imports them
 from here. Pure: `load` is given the file's text and the environment; only `read` touches the disk.
 """
 
@@ -25,6 +25,7 @@ from proxy.config_doors import Doors, doors_problems
 from proxy.config_keys import Envelope, Keys, envelope_problems, keys_problems
 from proxy.config_pools import Pool, Pools, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
+from proxy.config_tls import Tls
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Settings",
     "Tenant",
     "Timeouts",
+    "Tls",
     "describe",
     "load",
     "read",
@@ -112,6 +114,7 @@ class Settings:
         1, "processes behind the app door; bounds are of each", ge=1, le=WORKERS_MAX
     )
     doors: Doors = field(default_factory=Doors)
+    tls: Tls = field(default_factory=Tls)
     pools: Pools = field(default_factory=Pools)
     qos: Qos = field(default_factory=Qos)
     tenants: Mapping[str, Tenant] = field(default_factory=dict)

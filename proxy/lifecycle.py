@@ -32,6 +32,7 @@ from proxy.starting import config_digest, start_audit
 
 if TYPE_CHECKING:
     from proxy.outlet import DoorName
+    from proxy.tls import TlsDoor
     from proxy.workers import Worker
 
 TICK_S = TICK_NS / 1e9
@@ -67,6 +68,7 @@ class Sidecar:
         self._servers: list[asyncio.Server] = []
         self._admin: AdminDoor | None = None
         self._watcher: Watcher | None = None
+        self._tls: TlsDoor | None = None
         self._limits = LimitsPoll(self._context)
         self._draining = False
         self._stopping = asyncio.Event()
@@ -130,6 +132,10 @@ class Sidecar:
             from proxy.channel import start_channel  # noqa: PLC0415 - only with keys
 
             start_channel(context, self._health, keys)
+            if loaded.tls is not None:
+                from proxy.tls import TlsDoor  # noqa: PLC0415 - only with TLS
+
+                self._tls = TlsDoor(settings.tls, loaded.tls, self._loop, context.counters)
             if watch is not None and context.receiver is not None:
                 watch.ring = context.receiver.keyring
                 watch.revoked = len(keys.revoked())
@@ -163,10 +169,15 @@ class Sidecar:
         host, port = split_address(address)
         context, worker = self._context, self._worker
         shared = worker is not None and worker.shares(door, context.settings)
+        tls = self._tls if door == "sealed" else None
+
+        def made() -> asyncio.Protocol:
+            # One by its methods; as a subclass it could not be compiled to a native class.
+            return cast("asyncio.Protocol", Downstream(context.current.context, door))
+
         try:
             server = await self._loop.create_server(
-                # One by its methods; as a subclass it could not be compiled to a native class.
-                lambda: cast("asyncio.Protocol", Downstream(context.current.context, door)),
+                made if tls is None else lambda: tls.wrap(made),
                 host,
                 port,
                 backlog=self._settings.doors.backlog,
@@ -197,6 +208,8 @@ class Sidecar:
             counters.reloads["failed"] += 1
             return
         self._context = made
+        if self._tls is not None and loaded.tls is not None:
+            self._tls.renew(loaded.tls)
         made.draining |= self._draining
         before, settings = context.settings, made.settings
         if settings.log_level != before.log_level:
@@ -304,6 +317,8 @@ class Sidecar:
         context = self._context
         self._health.started = False
         context.signatures.close()
+        if self._tls is not None:
+            self._tls.close()
         await self._limits.stop()
         for server in self._servers:
             server.close()

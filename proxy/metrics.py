@@ -95,6 +95,9 @@ class Counters:
         self.loop_lag_ns = 0
         self.reloads = {"ok": 0, "failed": 0}
         self.loaded_wall_s = 0.0
+        self.tls_handshakes: dict[str, int] = {}
+        self.tls_pending = 0
+        self.tls_certificate_ends_s = 0.0
 
 
 LIMITS = (
@@ -113,4 +116,6 @@ LIMITS = (
     "timeouts.keepalive_s",
     "timeouts.discard_s",
     "timeouts.drain_s",
+    "tls.handshakes",
+    "tls.handshake_s",
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from proxy.keys.watch import KeyWatch
     from proxy.qos.classes import PoolName
     from proxy.sm4.keyring import Plan
+    from proxy.tls_context import Loaded as LoadedTls
 
 SETTLE_S = 0.1
 SETTLE_TIMES_MAX = 50
@@ -56,6 +57,7 @@ class Loaded:
     keys: KeySet | None = field(repr=False)
     authorization: Mapping[PoolName, bytes] = field(repr=False)
     trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
+    tls: LoadedTls | None = field(default=None, repr=False)
     kept: tuple[str, ...] = ()
     plan: Plan | None = field(default=None, repr=False)
 
@@ -95,9 +97,14 @@ class Source:
             keys = self._keys()
         except SettingsError as problem:
             problems += problem.problems
+        tls: LoadedTls | None = None
+        try:
+            tls = load_tls(settings)
+        except SettingsError as problem:
+            problems += problem.problems
         if problems:
             raise SettingsError(problems)
-        loaded = Loaded(settings, keys, authorization, trusted)
+        loaded = Loaded(settings, keys, authorization, trusted, tls)
         if self._first is None:
             self._first = loaded
         return loaded
@@ -192,10 +199,29 @@ class Source:
             pool: Pool = getattr(settings.pools, name)
             names += [pool.authorization_file, pool.ca_file]
         found = [Path(name) for name in names if name]
+        row = self._start.tls
+        found += [Path(name) for name in (row.certificate, row.key, row.client_ca) if name]
         if self._path is not None:
             file = Path(self._path)
             found.append(file / FILE_NAME if file.is_dir() else file)
         return found
+
+
+def load_tls(settings: Settings) -> LoadedTls | None:
+    """Read the sealed door's certificate, if it has one; raises SettingsError."""
+    row = settings.tls
+    if not (row.certificate or row.key or row.client_ca):
+        return None
+    if not (row.certificate and row.key):
+        raise SettingsError(["tls: certificate and key go together, and client_ca needs both"])
+    try:
+        from proxy.tls_context import TlsError, load  # noqa: PLC0415 - only with TLS
+    except ImportError:
+        raise SettingsError(["tls: needs pyOpenSSL: pip install 'tongguan[tls]'"]) from None
+    try:
+        return load(row)
+    except TlsError as problem:
+        raise SettingsError([str(problem)]) from None
 
 
 def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
@@ -205,6 +231,7 @@ def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
         new,
         workers=start.workers,
         doors=doors,
+        tls=start.tls,
         identity=start.identity,
         keys=start.keys,
         envelope=start.envelope,

@@ -49,6 +49,7 @@ class Collector:
         yield from self._pools()
         yield from self._endpoints()
         yield from self._channel()
+        yield from self._tls()
         if self._keys is not None:
             yield from key_families(self._keys, self._context.clock.wall_ms())
         yield from self._audit()
@@ -273,6 +274,29 @@ class Collector:
                 )
             live = ring.live(context.clock.wall_ms())
             yield GaugeMetricFamily("tongguan_proxy_live_kids", "Key ids in time.", value=live)
+
+    def _tls(self) -> Iterator[Metric]:
+        counters = self._context.counters
+        if not counters.tls_certificate_ends_s:
+            return
+        handshakes = CounterMetricFamily(
+            "tongguan_proxy_tls_handshakes",
+            "TLS handshakes by how they ended: ok, failed, late, left, refused.",
+            labels=["outcome"],
+        )
+        for outcome, count in list(counters.tls_handshakes.items()):
+            handshakes.add_metric([outcome], count)
+        yield handshakes
+        yield GaugeMetricFamily(
+            "tongguan_proxy_tls_handshakes_pending",
+            "TLS handshakes that are under way.",
+            value=counters.tls_pending,
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_tls_certificate_expiry_timestamp_seconds",
+            "When the sealed door's certificate ends.",
+            value=counters.tls_certificate_ends_s,
+        )
 
     def _audit(self) -> Iterator[Metric]:
         audit = self._context.audit

@@ -1,18 +1,16 @@
 """Ed25519 signing (RFC 8032) by the OpenSSL that this Python runs on.
 
 A sidecar signs its checkpoints and nothing else; `cryptography` would bring a second OpenSSL into
-the process for that, 6 MB. Like `sm2`, this calls the libcrypto behind `hashlib` by `ctypes`, and
-believes what it found only after it has made a known signature. Keys and signatures are plain.
+the process for that, 6 MB. So this calls the one that is there (`libcrypto`), and believes it only
+after it has made a known signature. Keys and signatures are plain.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from proxy.sm4.libcrypto import Libcrypto, OwnedKey, find, linked
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -31,26 +29,17 @@ class Ed25519UnavailableError(Exception):
     """No libcrypto that signs is within this process's reach."""
 
 
-class _Library:
-    """The functions of one libcrypto, with their types."""
+class _Library(Libcrypto):
+    """What Ed25519 needs beside."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(library)
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         text, length = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t)
-
-        def function(name: str, result: object, *arguments: object) -> Callable[..., int]:
-            found = getattr(library, name)  # AttributeError: no libcrypto of ours
-            found.restype, found.argtypes = result, arguments
-            return found  # type: ignore[no-any-return]
-
-        self.read = function("EVP_PKEY_new_raw_private_key", pointer, number, pointer, text, size)
-        self.public = function("EVP_PKEY_get_raw_public_key", number, pointer, text, length)
-        self.free_key = function("EVP_PKEY_free", None, pointer)
-        self.new_context = function("EVP_MD_CTX_new", pointer)
-        self.free_context = function("EVP_MD_CTX_free", None, pointer)
-        self.begin = function("EVP_DigestSignInit", number, *(pointer,) * 5)
-        self.sign = function("EVP_DigestSign", number, pointer, text, length, text, size)
-        self.clear_errors = function("ERR_clear_error", None)
+        self.read = self.function(
+            "EVP_PKEY_new_raw_private_key", pointer, number, pointer, text, size
+        )
+        self.public = self.function("EVP_PKEY_get_raw_public_key", number, pointer, text, length)
 
 
 class Ed25519Signer:
@@ -60,18 +49,13 @@ class Ed25519Signer:
 
     def __init__(self, private: bytes, library: _Library | None = None) -> None:
         """Raise ValueError for what is no key, `Ed25519UnavailableError`."""
-        self._key = 0
         if len(private) != KEY_BYTES:
             raise ValueError("an Ed25519 private key is 32 bytes")
         self._library = library or _library()
-        self._key = self._library.read(_NID, None, private, len(private))
-        if not self._key:
+        self._key = OwnedKey(self._library, self._library.read(_NID, None, private, len(private)))
+        if not self._key.handle:
             self._library.clear_errors()
             raise Ed25519UnavailableError
-
-    def __del__(self) -> None:
-        if self._key:
-            self._library.free_key(self._key)
 
     def sign(self, message: bytes) -> bytes:
         """Return the signature, 64 bytes, of a message of at most 1 MiB."""
@@ -81,7 +65,7 @@ class Ed25519Signer:
         made = ctypes.create_string_buffer(SIGNATURE_BYTES)
         size = ctypes.c_size_t(SIGNATURE_BYTES)
         good = (
-            library.begin(context, None, None, None, self._key) == 1
+            library.begin_sign(context, None, None, None, self._key.handle) == 1
             and library.sign(context, made, ctypes.byref(size), message, len(message)) == 1
         )
         library.free_context(context)
@@ -93,7 +77,7 @@ class Ed25519Signer:
     def public(self) -> bytes:
         """Return the public key."""
         found = ctypes.create_string_buffer(KEY_BYTES)
-        self._library.public(self._key, found, ctypes.byref(ctypes.c_size_t(KEY_BYTES)))
+        self._library.public(self._key.handle, found, ctypes.byref(ctypes.c_size_t(KEY_BYTES)))
         return found.raw
 
 
@@ -107,13 +91,7 @@ def _works(library: _Library) -> bool:
 
 @cache
 def _library() -> _Library:
-    import _hashlib  # noqa: PLC0415 - Python's own extension; what it is linked to is loaded
-
-    # Its symbols and those of what it is linked to. None: OpenSSL is part of Python itself.
-    try:
-        library = _Library(ctypes.CDLL(getattr(_hashlib, "__file__", None)))
-    except (OSError, AttributeError):
-        raise Ed25519UnavailableError from None
-    if not _works(library):
+    found = find((linked(),), _Library, _works)
+    if found is None:
         raise Ed25519UnavailableError
-    return library
+    return found

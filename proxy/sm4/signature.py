@@ -20,8 +20,16 @@ ED25519 = "ed25519"
 SM2 = "sm2"
 PUBLIC_BYTES = {ED25519: 32, SM2: 64}
 PRIVATE_BYTES = 32
+_Y_OF_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
 _LABEL = b"SMX1 signature\0"
 _DRAWS_MAX = 100
+# Ed25519's points whose order divides 8, as y with the sign of x taken off: 0, 1, -1 (and 0 and 1
+# written as p and p + 1), and the two y of order 8.
+_SMALL_ORDER = frozenset(
+    y.to_bytes(32, "little")
+    for p in ((1 << 255) - 19,)
+    for y in (0, 1, p - 1, p, p + 1, _Y_OF_ORDER_8, p - _Y_OF_ORDER_8)
+)
 
 
 class Verifier(Protocol):
@@ -117,14 +125,18 @@ def signer(scheme: str, private: bytes) -> Signer:
 
 
 def is_public(scheme: str, public: bytes) -> bool:
-    """Say whether these bytes have the form of a scheme's public key; SM2's is on its curve."""
+    """Say whether these bytes can be a scheme's public key.
+
+    SM2's is on its curve. Ed25519's is none of the points of small order, under which one signature
+    may be good for many messages, without any private key.
+    """
     if len(public) != PUBLIC_BYTES[scheme]:
         return False
     if scheme == SM2:
         from proxy.sm4.sm2 import is_point  # noqa: PLC0415 - see the module
 
         return is_point(public)
-    return True
+    return public[:31] + bytes([public[31] & 0x7F]) not in _SMALL_ORDER
 
 
 def draw(scheme: str, random: Callable[[int], bytes]) -> tuple[bytes, bytes]:

@@ -1,10 +1,9 @@
 """SM2 signatures (GB/T 32918.2 with SM3) by the OpenSSL that this Python runs on.
 
 `cryptography` has no SM2 keys, and the pure-Python packages take k from no system generator and
-check neither ranges nor points, so this calls OpenSSL 3's EVP interface by `ctypes`: the libcrypto
-behind `hashlib`, which is loaded anyway, else the system's. A call releases the interpreter, so a
-worker thread that verifies holds nobody up. What was found is believed only after it has told a
-known good signature from a bad one.
+check neither ranges nor points, so this calls OpenSSL 3's (`libcrypto`): the one behind `hashlib`,
+which is loaded anyway, else the system's. What was found is believed only after it has told a known
+good signature from a bad one.
 
 Keys and signatures are plain: d is 32 bytes, P is x || y, a signature is r || s. Here r and s are
 checked for their range and P for lying on the curve, before OpenSSL checks both again.
@@ -15,6 +14,8 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from typing import TYPE_CHECKING
+
+from proxy.sm4.libcrypto import Libcrypto, OwnedKey, find, linked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,36 +67,19 @@ def is_private(private: bytes) -> bool:
     return len(private) == PRIVATE_BYTES and 1 <= int.from_bytes(private, "big") <= _N - 2
 
 
-class Library:
-    """The functions of one libcrypto, with their types."""
+class Library(Libcrypto):
+    """What SM2 needs beside."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        text, length = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t)
-
-        self._library = library
-        function = self.function
-        self.version = function("OpenSSL_version_num", ctypes.c_ulong)
-        self.sm3 = function("EVP_sm3", pointer)
-        self.read_public = function("d2i_PUBKEY", pointer, pointer, pointer, ctypes.c_long)
-        self.read_private = function("d2i_AutoPrivateKey", pointer, pointer, pointer, ctypes.c_long)
-        self.write_public = function("i2d_PUBKEY", number, pointer, pointer)
-        self.free_key = function("EVP_PKEY_free", None, pointer)
-        self.new_context = function("EVP_MD_CTX_new", pointer)
-        self.free_context = function("EVP_MD_CTX_free", None, pointer)
-        self.set_id = function("EVP_PKEY_CTX_set1_id", number, pointer, text, number)
-        five = (pointer,) * 5
-        self.begin_sign = function("EVP_DigestSignInit", number, *five)
-        self.begin_verify = function("EVP_DigestVerifyInit", number, *five)
-        self.sign = function("EVP_DigestSign", number, pointer, pointer, length, text, size)
-        self.verify = function("EVP_DigestVerify", number, pointer, text, size, text, size)
-        self.clear_errors = function("ERR_clear_error", None)
-
-    def function(self, name: str, result: object, *arguments: object) -> Callable[..., int]:
-        """Return a function with its types; raises AttributeError: this is no libcrypto of ours."""
-        found = getattr(self._library, name)
-        found.restype, found.argtypes = result, arguments
-        return found  # type: ignore[no-any-return]
+        super().__init__(library)
+        pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+        self.sm3 = self.function("EVP_sm3", pointer)
+        self.read_public = self.function("d2i_PUBKEY", pointer, pointer, pointer, long)
+        self.read_private = self.function("d2i_AutoPrivateKey", pointer, pointer, pointer, long)
+        self.write_public = self.function("i2d_PUBKEY", number, pointer, pointer)
+        self.set_id = self.function(
+            "EVP_PKEY_CTX_set1_id", number, pointer, ctypes.c_char_p, number
+        )
 
     def read(self, der: bytes, *, private: bool) -> int:
         """Return the key of DER bytes; raises ValueError."""
@@ -122,19 +106,13 @@ class Library:
         return context
 
 
-class Key:
-    """Something of OpenSSL's that is freed with its owner."""
+class Key(OwnedKey):
+    """A key of DER bytes; raises ValueError."""
 
-    __slots__ = ("_library", "handle")
+    __slots__ = ()
 
     def __init__(self, library: Library, der: bytes, *, private: bool) -> None:
-        self._library = library
-        self.handle = 0
-        self.handle = library.read(der, private=private)
-
-    def __del__(self) -> None:
-        if self.handle:
-            self._library.free_key(self.handle)
+        super().__init__(library, library.read(der, private=private))
 
 
 class Sm2Verifier:
@@ -219,13 +197,9 @@ def _plain_signature(der: bytes) -> bytes:
     return b"".join(int.from_bytes(n, "big").to_bytes(32, "big") for n in numbers)
 
 
-def _candidates() -> list[str]:
+def _candidates() -> list[str | None]:
     """Return what may lead to a libcrypto, best first."""
-    import _hashlib  # noqa: PLC0415 - Python's own extension; what it is linked to is loaded
-
-    # Symbols are looked up in what a library is linked to as well. None: linked into Python.
-    linked = getattr(_hashlib, "__file__", None)
-    return [*([linked] if linked else []), "libcrypto.so.3"]
+    return [linked(), "libcrypto.so.3"]
 
 
 def _works(library: Library) -> bool:
@@ -243,14 +217,10 @@ def _works(library: Library) -> bool:
 @cache
 def openssl() -> Library:
     """Return the first libcrypto that works; raises `Sm2UnavailableError`."""
-    for name in _candidates():
-        try:
-            library = Library(ctypes.CDLL(name))
-        except (OSError, AttributeError):
-            continue
-        if _works(library):
-            return library
-    raise Sm2UnavailableError
+    found = find(_candidates(), Library, _works)
+    if found is None:
+        raise Sm2UnavailableError
+    return found
 
 
 def available() -> bool:

@@ -82,6 +82,20 @@ def ask(sidecar, data):
         return client.send(data).answer()
 
 
+def at_once(sealed, ports):
+    """Send one envelope to each port, all but its last byte first; return the answers."""
+    clients = [Client(port) for port in ports]
+    try:
+        for client in clients:
+            client.send(sealed.request()[:-1])
+        for client in clients:
+            client.send(sealed.wire[-1:])
+        return [client.answer() for client in clients]
+    finally:
+        for client in clients:
+            client.close()
+
+
 def counted(sidecar, reason):
     return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
 
@@ -96,14 +110,7 @@ def test_of_64_copies_over_two_replicas_exactly_one_is_taken(
     replicas, upstream, channel, stream, sign
 ):
     sealed = channel.seal(CHAT, stream=stream, sign=sign)
-    clients = [Client(replicas[i % 2].sealed) for i in range(MANY)]
-    for client in clients:
-        client.send(sealed.request()[:-1])
-    for client in clients:
-        client.send(sealed.wire[-1:])
-    answers = [client.answer() for client in clients]
-    for client in clients:
-        client.close()
+    answers = at_once(sealed, [replicas[i % 2].sealed for i in range(MANY)])
     assert sorted(a.status for a in answers) == [200] + [400] * (MANY - 1)
     taken = next(a for a in answers if a.status == 200)
     assert sealed.open(taken) == (200, "application/json", b"{}")
@@ -286,8 +293,8 @@ def test_the_password_comes_from_its_file_and_is_shown_nowhere(
 def test_workers_share_the_sealed_door_and_take_an_envelope_once(
     tmp_path, backend, keys, store, channel, upstream
 ):
-    with replica(tmp_path / "s", backend, keys, store, WORKERS=3) as sidecar:
-        until(lambda: sidecar.log_since.count("serving:") == 3, "all workers")
+    with replica(tmp_path / "s", backend, keys, store, WORKERS=4) as sidecar:
+        until(lambda: sidecar.log_since.count("serving:") == 4, "all workers")
         until(lambda: ready(sidecar), "ready")
         for _ in range(4):
             sealed = channel.seal(CHAT)
@@ -297,4 +304,9 @@ def test_workers_share_the_sealed_door_and_take_an_envelope_once(
             assert sealed.open(taken[0])[0] == 200
         assert sidecar.metric("tongguan_proxy_envelopes_opened_total") == 4
         assert counted(sidecar, "replayed") == 44
-    assert len(upstream.seen) == 4
+        for stream in (False, True):
+            sealed = channel.seal(CHAT, stream=stream)
+            answers = at_once(sealed, [sidecar.sealed] * MANY)
+            assert sorted(a.status for a in answers) == [200] + [400] * (MANY - 1)
+        assert counted(sidecar, "replayed") == 44 + 2 * (MANY - 1)
+    assert len(upstream.seen) == 6

@@ -23,9 +23,13 @@ from proxy.sm4.envelope import (
     HEADER_BYTES,
     MAC,
     MEDIA_TYPE,
+    RESPONSE,
     SIGNATURE,
     EnvelopeError,
+    Header,
     RequestPrelude,
+    associated_data,
+    pad,
 )
 from proxy.sm4.sealer import RequestSealer, ResponseSealer
 from proxy.sm4.signature import draw
@@ -296,6 +300,43 @@ def hand_sealed_bare(inner: bytes, flags: int) -> bytes:
     return hand_sealed(inner, flags=flags, model="")
 
 
+def check_answer_plaintext(rng: random.Random) -> None:
+    """Seal an answer's plaintext of any form under the right key; compare with the reference."""
+    derived = derived_of(make_key())
+    inner = bytearray(b"200\ntext/plain\n")
+    for _ in range(rng.choice((0, 1, 1, 2, 4))):
+        at = rng.randint(0, len(inner))
+        inner[at : at + rng.choice((0, 0, 1, 3))] = rng.choice((*INNER_JUNK, b"0", b"99"))
+    prelude, body = bytes(inner), bytes_of(rng, 200)
+    size = len(prelude) if rng.random() < 0.8 else rng.choice((0, 1, len(prelude) + 1, 0xFFFF))
+    whole = size.to_bytes(2, "big") + prelude + body
+    told = (prelude + body)[:size]
+    lines = told.split(b"\n")
+    good = (
+        len(told) == size
+        and len(lines) == 3
+        and not lines[2]
+        and len(lines[0]) == 3
+        and all(0x30 <= b <= 0x39 for b in lines[0])
+        and all(0x20 <= b <= 0x7E for b in lines[1])
+    )
+    mac = rng.random() < 0.2
+    request = RequestSealer(derived, model=MODEL, mac=mac, nonce=rng.randbytes(12), now_ms=NOW_MS)
+    padded = pad(whole, 128)
+    flags = RESPONSE | (MAC if mac else 0)
+    head = Header(1, flags, derived.key.kid, NOW_MS, rng.randbytes(12), len(padded) + 16)
+    raw = head.encode()
+    aad = associated_data(raw, MODEL.encode(), derived.audience, request.nonce)
+    wire = raw + derived.response.seal(head.nonce, padded, aad)
+    got = opened_answer(request, MEDIA_TYPE, segments(rng, wire))
+    if mac:
+        assert got[0] == ("missing_mac" if len(whole) < 32 else "bad_mac"), whole
+    elif not good:
+        assert got[:2] == ("bad_prelude", b""), whole
+    else:
+        assert got == ("ok", (prelude + body)[size:], size.to_bytes(2, "big") + told), whole
+
+
 def check_bytes(rng: random.Random) -> None:
     """Any bytes at all are refused, and so is anything behind a good header."""
     key = make_key()
@@ -308,7 +349,7 @@ def check_bytes(rng: random.Random) -> None:
     assert opened_request(key, MODEL, segments(rng, data)) == whole, data.hex()
 
 
-CHECKS = (check_request, check_answer, check_plaintext, check_bytes)
+CHECKS = (check_request, check_answer, check_plaintext, check_answer_plaintext, check_bytes)
 
 
 def check(rng: random.Random) -> None:

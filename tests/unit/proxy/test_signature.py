@@ -428,3 +428,52 @@ def test_a_private_key_shows_in_no_repr() -> None:
     key = signing_key(ED25519)
 
     assert repr(key.sign_private) not in repr(key)
+
+
+def small_order_points() -> set[tuple[int, int]]:
+    """Return the eight points of Ed25519's curve whose order divides 8, by its own group law."""
+    p = 2**255 - 19
+    d = -121665 * pow(121666, -1, p) % p
+
+    def add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+        (x1, y1), (x2, y2) = a, b
+        k = d * x1 * x2 * y1 * y2 % p
+        x = (x1 * y2 + x2 * y1) * pow(1 + k, -1, p) % p
+        return x, (y1 * y2 + x1 * x2) * pow(1 - k, -1, p) % p
+
+    order = 2**252 + 27742317777372353535851937790883648493
+    y = 2
+    while True:  # a point of the whole group, times the large prime, has an order that divides 8
+        y += 1
+        square = (y * y - 1) * pow(d * y * y + 1, -1, p) % p
+        x = pow(square, (p + 3) // 8, p)
+        if x * x % p != square:
+            x = x * pow(2, (p - 1) // 4, p) % p
+        if x * x % p != square:
+            continue
+        found, base, count = (0, 1), (x, y), order
+        while count:
+            if count & 1:
+                found = add(found, base)
+            base, count = add(base, base), count >> 1
+        points = [(0, 1)]
+        for _ in range(7):
+            points.append(add(points[-1], found))
+        if len(set(points)) == 8:
+            return set(points)
+
+
+def test_points_of_small_order_are_no_ed25519_key() -> None:
+    p = 2**255 - 19
+    points = small_order_points()
+    assert len({y for _, y in points}) == 5
+    for x, y in points:
+        for told in (y, y + p):
+            if told < 2**255:
+                for sign in (x & 1, 1 - (x & 1)):
+                    public = (told | sign << 255).to_bytes(32, "little")
+                    assert not is_public("ed25519", public)
+                    with pytest.raises(KeyringError, match="sign_public"):
+                        make_key(scheme="ed25519", sign_public=public)
+    for seed in range(50):
+        assert is_public("ed25519", signer("ed25519", bytes([seed]) * 32).public())
