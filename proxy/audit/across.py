@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from proxy.audit.findings import Finding, Place
+from proxy.audit.findings import Evidence, Finding, Place, hashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,14 +57,15 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
         if seen.start_gap is not None and seen.start_gap[0] not in pruned:
             first, place = seen.start_gap
             note = f"0 to {first - 1} missing"
-            add(Finding("gap", seen.origin, 0, place, note, seen.index))
+            add(Finding("gap", seen.origin, 0, place, note, seen.index, Evidence(first - 1)))
         twin = by_origin.setdefault(seen.origin, seen)
         if twin is not seen and seen.origin:
             same = (twin.size, twin.last_mac) == (seen.size, seen.last_mac)
             place = Place(f"{seen.name}/", 0)
             note = f"the same origin as {twin.name}"
             cls = "duplicate_seq" if same else "fork"
-            add(Finding(cls, seen.origin, 0, place, note, seen.index))
+            evidence = Evidence(seen.size - 1, hashed(twin.last_mac), hashed(seen.last_mac))
+            add(Finding(cls, seen.origin, 0, place, note, seen.index, evidence))
     if not whole:
         return
     names = {seen.name for seen in directory.seen}
@@ -86,12 +87,14 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
         elif before.size < size and not before.truncated:
             note = f"its successor {seen.name} saw {size} records"
             place = Place(f"{before.name}/", 0)
-            add(Finding("truncated", origin, before.size, place, note, before.index))
+            evidence = Evidence(size - 1)
+            add(Finding("truncated", origin, before.size, place, note, before.index, evidence))
         elif seen.prev_note not in (None, before.note) and before.note and not before.flawed:
             note = f"its last checkpoint is not the one its successor {seen.name} saw"
             place = Place(f"{before.name}/", 0)
             seq = before.note_seq
-            add(Finding("checkpoint_mismatch", origin, seq, place, note, before.index))
+            evidence = Evidence(None, seen.prev_note, before.note)
+            add(Finding("checkpoint_mismatch", origin, seq, place, note, before.index, evidence))
     for origin, held in directory.expected.items():
         size, source = max((item.size, item.source) for item in held)
         if size and origin not in by_origin:
@@ -99,7 +102,8 @@ def check_across(directory: Directory, add: Callable[[Finding], None], *, whole:
             _miss(missing, origin, len(directory.seen), note, size)
     for origin, (index, note, size) in missing.items():
         if max(directory.pruned.get(origin, {-1})) < size:
-            add(Finding("truncated", origin, 0, nowhere, note, index))
+            evidence = Evidence(max(0, size - 1))
+            add(Finding("truncated", origin, 0, nowhere, note, index, evidence))
 
 
 def _miss(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.audit import canonical
 from proxy.audit.chain import ZERO_MAC, follows
-from proxy.audit.findings import INFORMATION, Finding, Place
+from proxy.audit.findings import INFORMATION, NO_EVIDENCE, Evidence, Finding, Place, hashed
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
 from proxy.audit.note import Keyset
 from proxy.audit.plain import Before, Taken, take
@@ -108,10 +108,13 @@ class ChainCheck:
         """The MAC of the last record taken."""
         return self._last_mac
 
-    def find(self, cls: str, seq: int, place: Place, note: str) -> None:
+    def find(
+        self, cls: str, seq: int, place: Place, note: str, evidence: Evidence = NO_EVIDENCE
+    ) -> None:
         """Report a finding of this chain."""
         self.flawed = self.flawed or cls not in INFORMATION
-        self._report(Finding(cls, self.origin, seq, place, note, self._chain))
+        proved_to = self.signed.signed_to
+        self._report(Finding(cls, self.origin, seq, place, note, self._chain, evidence, proved_to))
 
     def begin_at(self, first_seq: int) -> None:
         """Take the next record at its word: what lies before it is not looked at."""
@@ -132,7 +135,8 @@ class ChainCheck:
         line = parse_line(raw)
         self._segment_lines += 1
         if isinstance(line, Fault):
-            self.find(line.cls, self._high, place, line.note)
+            last = self._high + line.records - 1
+            self.find(line.cls, self._high, place, line.note, Evidence(last, None, hashed(raw)))
             self._distrust(line.records, line.mac)
         else:
             self._take(line, place)
@@ -227,9 +231,10 @@ class ChainCheck:
         if gap:
             self._find_gap(seq, place)
         if self._macs is not None and record["prev"] not in self._macs:
-            self.find("link_mismatch", seq, place, "prev is not the MAC of the record before")
+            self._find_link(record, seq, place)
         if record["origin"] != self.origin:
-            self.find("link_mismatch", seq, place, "the record is of another chain")
+            evidence = Evidence(None, hashed(self.origin), hashed(record["origin"]))
+            self.find("link_mismatch", seq, place, "the record is of another chain", evidence)
         if record["v"] == 1:
             self._check_times(record, seq, place, after_gap=gap)
             self._check_kind(line, seq, place)
@@ -250,16 +255,23 @@ class ChainCheck:
                 self.signed.genesis(kept.promise, place)
                 self.heartbeat_ns = max(0, kept.promise["heartbeat_s"]) * 10**9
             return
-        self.find("gap", self._high, place, missing)
+        self.find("gap", self._high, place, missing, Evidence(seq - 1))
+
+    def _find_link(self, record: dict[str, Any], seq: int, place: Place) -> None:
+        evidence = Evidence(None, hashed(self._last_mac), hashed(record["prev"]))
+        note = "prev is not the MAC of the record before"
+        self.find("link_mismatch", seq, place, note, evidence)
 
     def _take_again(self, line: Line, place: Place) -> None:
         seq = line.record["seq"]
         if seq == self._low - 1 and line.mac != self._last_mac:
-            self.find("fork", seq, place, "two different records with this seq")
+            evidence = Evidence(None, hashed(self._last_mac), hashed(line.mac))
+            self.find("fork", seq, place, "two different records with this seq", evidence)
             return
-        self.find("duplicate_seq", seq, place, f"where {self._high} should be")
+        evidence = Evidence(None, None, hashed(line.mac))
+        self.find("duplicate_seq", seq, place, f"where {self._high} should be", evidence)
         if self._macs is not None and line.record["prev"] not in self._macs:
-            self.find("link_mismatch", seq, place, "prev is not the MAC of the record before")
+            self._find_link(line.record, seq, place)
 
     def _content_holds(self, line: Line, place: Place) -> bool:
         if self._keys is None:
@@ -274,9 +286,13 @@ class ChainCheck:
                 seq = record["seq"] if self._low <= record["seq"] else self._high
                 self.find("key_unknown", seq, place, f"no key {canonical.clean_text(key_id, 80)}")
             return True
-        if hmac.hex(bytes.fromhex(record["prev"]) + line.data) == line.mac:
+        right = hmac.hex(bytes.fromhex(record["prev"]) + line.data)
+        if right == line.mac:
             return True
-        self.find("content_mismatch", self._high, place, "the MAC does not fit the record")
+        evidence = Evidence(None, hashed(right), hashed(line.mac))
+        self.find(
+            "content_mismatch", self._high, place, "the MAC does not fit the record", evidence
+        )
         return False
 
     def _check_times(

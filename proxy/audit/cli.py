@@ -6,7 +6,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import click
 import orjson
@@ -72,6 +72,8 @@ _keys_option = click.option(
 @click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
 @click.option("--jobs", metavar="N", type=click.IntRange(1, 64), default=1, show_default=True,
               help="Processes that read segments ahead; the findings are the same.")  # fmt: skip
+@click.option("--merged", metavar="FILE", type=click.Path(path_type=Path),
+              help="Also write the records of all chains in one order, as JSON.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
     directory: Path,
@@ -80,6 +82,7 @@ def verify(
     live: bool,
     since: str | None,
     jobs: int,
+    merged: Path | None,
     as_json: bool,
 ) -> None:
     """Say whether the chains in DIR are whole and unaltered.
@@ -131,11 +134,24 @@ def verify(
     )
     if shown:
         progress.end()
+    if merged is not None:
+        _write_merged(directory, merged)
     if as_json:
         click.echo(orjson.dumps(result.public(), option=orjson.OPT_INDENT_2))
     else:
         _print(result, key_files)
     sys.exit(result.exit_code)
+
+
+def _write_merged(directory: Path, out: Path) -> None:
+    from proxy.audit.merge import merged
+
+    try:
+        with out.open("wb") as file:
+            for row in merged(directory):
+                file.write(orjson.dumps(row.public()) + b"\n")
+    except OSError as problem:
+        _fail(f"{problem.filename or out}: {problem.strerror}", 3)
 
 
 @audit.command()
@@ -380,10 +396,25 @@ def _print(result: Result, key_files: tuple[Path, ...]) -> None:
     for finding in public["findings"][:_SHOWN_FINDINGS]:
         where = f" ({finding['file']} byte {finding['offset']})" if finding["file"] else ""
         seq = f" seq {finding['seq']}" if finding["file"] or finding["origin"] else ""
+        if seq and finding["last_seq"] > finding["seq"]:
+            seq += f" to {finding['last_seq']}"
         click.echo(f"  {finding['class']}{seq}: {finding['note']}{where}")
+        _print_evidence(finding)
     hidden = len(public["findings"]) - _SHOWN_FINDINGS + result.omitted
     if hidden > 0:
         click.echo(f"  and {_count(hidden, 'more finding')}")
+
+
+def _print_evidence(finding: dict[str, Any]) -> None:
+    shown = [
+        f"{name} {finding[name][:16]}.."
+        for name in ("expected", "found")
+        if finding[name] is not None
+    ]
+    if finding["proved_to"] is not None:
+        shown.append(f"records to {finding['proved_to']} can still be proved")
+    if shown:
+        click.echo(f"    {', '.join(shown)}")
 
 
 def _signed(chain: ChainEnd) -> str:

@@ -5,6 +5,7 @@ Pure. The exit codes are API (docs/audit.md, "Exit codes").
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,9 +47,32 @@ class Place(NamedTuple):
     offset: int
 
 
+class Evidence(NamedTuple):
+    """What a finding is built on: the last record it is of, and hashes of what was expected.
+
+    Of MACs it is the SHA-256 that is told: the right MAC of a changed record would be a present to
+    whoever changed it. None: the finding's own record; nothing of its kind is known.
+    """
+
+    last_seq: int | None = None
+    expected: str | None = None
+    found: str | None = None
+
+
+NO_EVIDENCE = Evidence()
+
+
+def hashed(text: str | bytes) -> str:
+    """Return SHA-256 in hex, as evidence shows what it must not or need not show whole."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. `chain` is the chain's place in the order of the directory."""
+    """One finding. `chain` is the chain's place in the order of the directory.
+
+    `proved_to`: the last seq of this chain that a signed root covered when it was found, -1: none.
+    """
 
     cls: str
     origin: str
@@ -56,6 +80,8 @@ class Finding:
     place: Place
     note: str
     chain: int
+    evidence: Evidence = NO_EVIDENCE
+    proved_to: int = -1
 
     def public(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -66,6 +92,10 @@ class Finding:
             "file": printable(self.place.file),
             "offset": self.place.offset,
             "note": self.note,
+            "last_seq": self.seq if self.evidence.last_seq is None else self.evidence.last_seq,
+            "expected": self.evidence.expected,
+            "found": self.evidence.found,
+            "proved_to": _or_null(self.proved_to),
         }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.audit.chain import LINE_BYTES
-from proxy.audit.findings import Place
+from proxy.audit.findings import Evidence, Place, hashed
 from proxy.audit.ids import EMPTY_SHA256
 from proxy.audit.layout import ids_name, open_regular
 from proxy.audit.reader import Lines
@@ -116,11 +116,15 @@ def _check_tail(check: ChainCheck, file: Any, tails: list[dict[str, Any]], place
         digest.update(block)
     seq = tail["last_seq"] + 1
     if length > tail["length"]:
-        check.find("fork", seq, place, "longer than the tail its successor declared")
+        evidence = Evidence(None, tail["sha256"], digest.hexdigest())
+        check.find("fork", seq, place, "longer than the tail its successor declared", evidence)
     elif length < tail["length"] or digest.hexdigest() != tail["sha256"]:
-        check.find("content_mismatch", seq, place, "not the tail its successor declared")
+        evidence = Evidence(None, tail["sha256"], digest.hexdigest())
+        note = "not the tail its successor declared"
+        check.find("content_mismatch", seq, place, note, evidence)
     if check.next_seq == seq and check.last_mac != tail["last_mac"]:
-        check.find("content_mismatch", seq, place, "not the end its successor declared")
+        evidence = Evidence(None, hashed(tail["last_mac"]), hashed(check.last_mac))
+        check.find("content_mismatch", seq, place, "not the end its successor declared", evidence)
     for other in tails[1:]:
         if any(other[name] != tail[name] for name in ("offset", "length", "sha256", "last_mac")):
             check.find("fork", seq, place, "two successors declare different tails")
@@ -138,7 +142,10 @@ def _check_side_file(reading: Reading, check: ChainCheck, first: int) -> None:
     except FileNotFoundError:
         pass
     ids, place = check.ids, Place(f"{chain.name}/{name}", size)
+    evidence = Evidence(None, ids.sha256, digest.hexdigest())
     if size < ids.end:
-        check.find("content_mismatch", ids.last_seq, place, "the side file of token ids is cut")
+        note = "the side file of token ids is cut"
+        check.find("content_mismatch", ids.last_seq, place, note, evidence)
     elif ids.sha256 is not None and ids.sha256 != (digest.hexdigest() if size else EMPTY_SHA256):
-        check.find("content_mismatch", ids.sha256_seq, place, "the side file is not of ids_sha256")
+        note = "the side file is not of ids_sha256"
+        check.find("content_mismatch", ids.sha256_seq, place, note, evidence)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from proxy.audit.findings import Evidence, hashed
 from proxy.audit.note import (
     COSIGNATURE,
     ED25519,
@@ -27,9 +28,19 @@ from proxy.audit.note import (
 from proxy.audit.tree import HASH_BYTES, ProofError, Range, from_frontier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from proxy.audit.findings import Place
+
+
+class Find(Protocol):
+    """Who takes findings."""
+
+    def __call__(
+        self, cls: str, seq: int, place: Place, note: str, evidence: Evidence = ..., /
+    ) -> None:
+        """Take one."""
+
 
 UNSIGNED_SLACK = 256
 _LEAVES_AT_ONCE = 512
@@ -77,7 +88,7 @@ class SignedCheck:
     def __init__(
         self,
         pinned: Keyset,
-        find: Callable[[str, int, Place, str], None],
+        find: Find,
     ) -> None:
         self.signed_to = -1
         self.witnessed_to = -1
@@ -94,7 +105,7 @@ class SignedCheck:
         self._required: list[PublicKey] = []
         self._signers_known = False
         self._roots: deque[tuple[int, bytes]] = deque(maxlen=_ROOTS_KEPT)
-        self._mismatched: list[Expected] = []
+        self._mismatched: list[tuple[Expected, bytes]] = []
         self._bound = UNSIGNED_SLACK
         self._interval_ns = 0
         self._first_ns: int | None = None
@@ -165,8 +176,10 @@ class SignedCheck:
         self._tree.extend(leaves)
 
     def _compare(self, expected: Expected) -> None:
-        if self._known and expected.size == self._tree.end and self._tree.root() != expected.root:
-            self._mismatched.append(expected)
+        if self._known and expected.size == self._tree.end:
+            root = self._tree.root()
+            if root != expected.root:
+                self._mismatched.append((expected, root))
 
     def saw(self, kind: str, mono_ns: int) -> None:
         """Take a record that holds."""
@@ -202,7 +215,7 @@ class SignedCheck:
         except NoteError as fault:
             problem = f"note: {fault}"
         if problem:
-            self._find("checkpoint_mismatch", seq, place, problem)
+            self._find("checkpoint_mismatch", seq, place, problem, self._evidence(record))
             # From here on the tree is another one than was signed; it is said once.
             self._known = False
             return
@@ -212,6 +225,14 @@ class SignedCheck:
         cosigned = record.get("cosigned")
         if isinstance(cosigned, str):
             self._cosigned(cosigned, seq, place)
+
+    def _evidence(self, record: dict[str, Any]) -> Evidence:
+        """Return the root that was signed, and the one that the lines here have."""
+        try:
+            signed = parse_checkpoint(parse_note(record["note"]).text).root.hex()
+        except NoteError:
+            return Evidence(None, None, hashed(record["note"]))
+        return Evidence(None, signed, self._tree.root().hex() if self._tree.begin == 0 else None)
 
     def _problem(self, record: dict[str, Any], seq: int) -> str:
         note = parse_note(record["note"])
@@ -235,7 +256,9 @@ class SignedCheck:
             return
         known = dict(self._roots).get(stated.size)
         if known is not None and known != stated.root:
-            self._find("checkpoint_mismatch", seq, place, "cosigned: another root of that size")
+            evidence = Evidence(None, stated.root.hex(), known.hex())
+            note_text = "cosigned: another root of that size"
+            self._find("checkpoint_mismatch", seq, place, note_text, evidence)
         witnesses = self._pinned.of_kind(COSIGNATURE)
         if known == stated.root and witnesses and Keyset(witnesses).signers(note):
             self.witnessed_to = max(self.witnessed_to, stated.size - 1)
@@ -250,14 +273,16 @@ class SignedCheck:
     def finish(self, next_seq: int, place: Place) -> None:
         """Take the end of the chain: what is unsigned, and what others hold of it."""
         self._grow()
-        for expected in self._mismatched:
+        for expected, found in self._mismatched:
             signed_too = self._signers_known and self.signed_to >= expected.size - 1
             cls = "fork" if signed_too else "checkpoint_mismatch"
             note = f"another history than {expected.source} of {expected.size} records"
-            self._find(cls, expected.size - 1, place, note)
+            evidence = Evidence(None, expected.root.hex(), found.hex())
+            self._find(cls, expected.size - 1, place, note, evidence)
         for expected in self._waiting:
             note = f"{expected.source} is of {expected.size} records"
-            self._find("truncated", next_seq, place, note)
+            evidence = Evidence(expected.size - 1, expected.root.hex())
+            self._find("truncated", next_seq, place, note, evidence)
         pinned = self._pinned.of_kind(ED25519, SM2)
         if not self._known or not (self._required or pinned):
             return
@@ -269,4 +294,4 @@ class SignedCheck:
             note = (
                 f"{next_seq - first} records behind the last checkpoint, over {quiet_ns // 10**9} s"
             )
-            self._find("unsigned_range", seq, place, note)
+            self._find("unsigned_range", seq, place, note, Evidence(next_seq - 1))

@@ -18,7 +18,7 @@ from proxy.audit.across import Directory, Seen, check_across
 from proxy.audit.ahead import Ahead, Segment
 from proxy.audit.chain import LINE_BYTES
 from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, Outside, quiet_ns
-from proxy.audit.findings import ChainEnd, Finding, Place, Result
+from proxy.audit.findings import ChainEnd, Evidence, Finding, Place, Result, hashed
 from proxy.audit.layout import chain_dirs, first_seq_of, is_locked, open_regular, segments
 from proxy.audit.note import Keyset
 from proxy.audit.pruned import Kept, kept_in
@@ -274,7 +274,9 @@ def _end(
         if seq >= after and tail["file"] != place.file:
             check.find("fork", after, place, "longer than its successor declared")
         if seq < after:
-            check.find("truncated", seq, place, f"its successor saw it up to {tail['last_seq']}")
+            note = f"its successor saw it up to {tail['last_seq']}"
+            evidence = Evidence(tail["last_seq"], hashed(tail["last_mac"]), hashed(check.last_mac))
+            check.find("truncated", seq, place, note, evidence)
             return "truncated"
         return "sealed"
     if locked:
