@@ -48,6 +48,14 @@ class Ids:
     sha256_seq: int = 0
 
 
+# Plain attributes of a check that outlive a segment.
+_STATE = (
+    "origin", "records", "closed", "started_at", "genesis", "last_wall_ns",
+    "heartbeat_ns", "flawed", "_low", "_high", "_last_mac", "_last_mono_ns", "_key_id",
+    "_segment_ended", "_segments",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Outside:
     """What is known of chains from outside their own files.
@@ -107,6 +115,26 @@ class ChainCheck:
     def last_mac(self) -> str:
         """The MAC of the last record taken."""
         return self._last_mac
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is known behind a whole segment, as JSON can hold it."""
+        macs = None if self._macs is None else sorted(self._macs)
+        more: dict[str, Any] = {
+            "macs": macs,
+            "unknown": sorted(self._unknown_keys),
+            "place": list(self.start_place),
+            "pruned": self.pruned[:],
+        }
+        return {name: getattr(self, name) for name in _STATE} | more
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on behind what `state` was made of."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.pruned = [(origin, upto) for origin, upto in state["pruned"]]
+        self._macs = None if state["macs"] is None else set(state["macs"])
+        self._unknown_keys = set(state["unknown"])
+        self.start_place = Place(*state["place"])
 
     def find(
         self, cls: str, seq: int, place: Place, note: str, evidence: Evidence = NO_EVIDENCE

@@ -6,22 +6,21 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import click
 import orjson
 
 from proxy.audit.keys_cli import erase, rotate
 from proxy.audit.views.cli import follow_command, report, stats
+from proxy.audit.views.text import counted, print_result
 
 if TYPE_CHECKING:
     from proxy.audit.epochs import MacKeys
-    from proxy.audit.findings import ChainEnd, Result
     from proxy.audit.given import Given
+    from proxy.audit.resume import Saved
     from proxy.keys.file import KeyFile
 
-_SHOWN_FINDINGS = 20
-_SHOWN_CHAINS = 20
 NOT_FOUND = 1
 CONTENT_MISMATCH = 13
 
@@ -72,6 +71,8 @@ _keys_option = click.option(
 @click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
 @click.option("--jobs", metavar="N", type=click.IntRange(1, 64), default=1, show_default=True,
               help="Processes that read segments ahead; the findings are the same.")  # fmt: skip
+@click.option("--resume", metavar="FILE", type=click.Path(path_type=Path),
+              help="Go on where FILE says, and keep there how far it is.")  # fmt: skip
 @click.option("--merged", metavar="FILE", type=click.Path(path_type=Path),
               help="Also write the records of all chains in one order, as JSON.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -82,6 +83,7 @@ def verify(
     live: bool,
     since: str | None,
     jobs: int,
+    resume: Path | None,
     merged: Path | None,
     as_json: bool,
 ) -> None:
@@ -106,7 +108,7 @@ def verify(
     \b
     tongguan audit verify /var/lib/tongguan/audit --keys auditor.json
     tongguan audit verify copy/ --since 2026-01-01T00:00:00+08:00 --json
-    tongguan audit verify copy/ --keys auditor.json --jobs 8
+    tongguan audit verify copy/ --keys auditor.json --jobs 8 --resume verified.json
     """  # noqa: D301 - \\b is click's mark
     from proxy.audit.epochs import MacKeys
     from proxy.audit.given import GivenError, read_checkpoints
@@ -119,6 +121,7 @@ def verify(
         expected = [e for path in checkpoints for e in read_checkpoints(path, given.public)]
     except GivenError as problem:
         raise click.BadParameter(str(problem), param_hint="--checkpoint") from None
+    saved = _saved(resume, given, since) if resume is not None else None
     total = _bytes_in(directory)
     progress = Progress(sys.stderr, total)
     shown = sys.stderr.isatty() and not as_json and total > 1 << 20
@@ -131,6 +134,7 @@ def verify(
         pinned=given.public,
         expected=expected,
         jobs=jobs,
+        saved=saved,
     )
     if shown:
         progress.end()
@@ -139,8 +143,23 @@ def verify(
     if as_json:
         click.echo(orjson.dumps(result.public(), option=orjson.OPT_INDENT_2))
     else:
-        _print(result, key_files)
+        print_result(result, key_files)
     sys.exit(result.exit_code)
+
+
+def _saved(path: Path, given: Given, since: str | None) -> Saved:
+    from proxy.audit.resume import ResumeError, Saved, fingerprint
+
+    if since is not None:
+        raise click.UsageError("--resume and --since exclude each other")
+    try:
+        saved = Saved(path, fingerprint(given.seeds, given.public))
+        saved.write()  # before the work, not behind it, if that cannot be
+    except ResumeError as problem:
+        raise click.BadParameter(str(problem), param_hint="--resume") from None
+    except OSError as problem:
+        _fail(f"{path}: {problem.strerror}", 3)
+    return saved
 
 
 def _write_merged(directory: Path, out: Path) -> None:
@@ -303,10 +322,10 @@ def export(
     try:
         if tenant is None:
             count = export_segments(directory, out, given.public, from_ns, to_ns, period)
-            click.echo(f"wrote {out}: {_count(count, 'chain')}")
+            click.echo(f"wrote {out}: {counted(count, 'chain')}")
         else:
             count = export_lines(directory, out, given.public, from_ns, to_ns, period, tenant)
-            click.echo(f"wrote {out}: {_count(count, 'record')} with proofs")
+            click.echo(f"wrote {out}: {counted(count, 'record')} with proofs")
     except ExportError as problem:
         _fail(str(problem), NOT_FOUND)
     except NoProofError as problem:
@@ -375,66 +394,3 @@ def _bytes_in(directory: Path) -> int:
         return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
     except OSError:
         return 0  # the check says what cannot be read
-
-
-def _print(result: Result, key_files: tuple[Path, ...]) -> None:
-    public = result.public()
-    first = result.first
-    good = result.exit_code == 0
-    click.secho(f"audit {result.verdict}", fg="green" if good else "red", bold=True)
-    if first is not None and (first.origin or first.place.file):
-        chain_dir = first.place.file.partition("/")[0]
-        click.echo(f"  first at seq {first.seq} of {first.origin or f'chain {chain_dir}'}")
-    if result.chains:
-        counts = f"{_count(len(result.chains), 'chain')}, {_count(result.records, 'record')}"
-        click.echo(f"  {counts}; MACs {_macs(result, key_files)}")
-    for chain in result.chains[-_SHOWN_CHAINS:]:
-        records = _count(chain.records, "record")
-        click.echo(f"  chain {chain.dir}: {records}, {chain.end}{_signed(chain)}")
-    if len(result.chains) > _SHOWN_CHAINS:
-        click.echo(f"  (the last {_SHOWN_CHAINS} chains are shown; --json gives all)")
-    for finding in public["findings"][:_SHOWN_FINDINGS]:
-        where = f" ({finding['file']} byte {finding['offset']})" if finding["file"] else ""
-        seq = f" seq {finding['seq']}" if finding["file"] or finding["origin"] else ""
-        if seq and finding["last_seq"] > finding["seq"]:
-            seq += f" to {finding['last_seq']}"
-        click.echo(f"  {finding['class']}{seq}: {finding['note']}{where}")
-        _print_evidence(finding)
-    hidden = len(public["findings"]) - _SHOWN_FINDINGS + result.omitted
-    if hidden > 0:
-        click.echo(f"  and {_count(hidden, 'more finding')}")
-
-
-def _print_evidence(finding: dict[str, Any]) -> None:
-    shown = [
-        f"{name} {finding[name][:16]}.."
-        for name in ("expected", "found")
-        if finding[name] is not None
-    ]
-    if finding["proved_to"] is not None:
-        shown.append(f"records to {finding['proved_to']} can still be proved")
-    if shown:
-        click.echo(f"    {', '.join(shown)}")
-
-
-def _signed(chain: ChainEnd) -> str:
-    if chain.signers == "none":
-        return ", not signed"
-    whose = "" if chain.signers == "pinned" else " by keys of its own word"
-    signed = f", signed to {chain.signed_to}{whose}" if chain.signed_to >= 0 else ", nothing signed"
-    witnessed = f", witnessed to {chain.witnessed_to}" if chain.witnessed_to >= 0 else ""
-    return signed + witnessed
-
-
-def _macs(result: Result, key_files: tuple[Path, ...]) -> str:
-    if result.mac_checked:
-        some = any(finding.cls == "key_unknown" for finding in result.findings)
-        return "checked, but for records whose seed is not there" if some else "checked"
-    if not key_files:
-        return "not checked (give --keys)"
-    files = ", ".join(map(str, key_files))
-    return f"not checked: no record here is of a seed in {files}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"

@@ -45,6 +45,12 @@ class Find(Protocol):
 UNSIGNED_SLACK = 256
 _LEAVES_AT_ONCE = 512
 _ROOTS_KEPT = 1024
+# A cosigned note is of one of the last checkpoints, or of none that is remembered.
+_ROOTS_SAVED = 32
+_STATE = (
+    "signed_to", "witnessed_to", "checkpoint_seq", "note", "note_sha256", "note_seq", "_known",
+    "_signers_known", "_bound", "_interval_ns", "_first_ns", "_last_ns",
+)  # fmt: skip
 # checkpoint_s is 10: the 30 s that may lie unsigned at a chain's end.
 _UNSIGNED_INTERVALS = 3
 
@@ -119,6 +125,29 @@ class SignedCheck:
     def expect(self, expected: Sequence[Expected]) -> None:
         """Compare the tree with what others hold of it, when it has grown so far."""
         self._waiting = deque(sorted(expected, key=lambda e: e.size))
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is known so far, as JSON can hold it; of roots the last ones."""
+        self._grow()
+        tree = self._tree
+        roots = [(size, root.hex()) for size, root in list(self._roots)[-_ROOTS_SAVED:]]
+        return {name: getattr(self, name) for name in _STATE} | {
+            "tree": (tree.begin, tree.end, tree.sizes[:], [node.hex() for node in tree.hashes]),
+            "required": [key.line() for key in self._required],
+            "roots": roots,
+        }
+
+    def restore(self, state: dict[str, Any], expected: Sequence[Expected]) -> None:
+        """Go on behind what `state` was made of; `expected`: what others hold of later sizes."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        begin, end, sizes, hashes = state["tree"]
+        self._tree = Range(begin)
+        self._tree.end, self._tree.sizes = end, list(sizes)
+        self._tree.hashes = [bytes.fromhex(node) for node in hashes]
+        self._required = [parse_key(line) for line in state["required"]]
+        self._roots.extend((size, bytes.fromhex(root)) for size, root in state["roots"])
+        self.expect(expected)
 
     def skip_to(self, size: int, frontier: Sequence[bytes] | None) -> None:
         """Begin at `size`; without a frontier no root can be checked."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from proxy.audit.epochs import MacKeys
+    from proxy.audit.resume import Saved
     from proxy.audit.signed import Expected
 
 # Directories below one without chains that are looked into for a hint.
@@ -48,6 +49,13 @@ class _Run:
     outside: Outside
     directory: Directory
     ahead: Ahead | None = None
+    saved: Saved | None = None
+
+    def found(self, finding: Finding) -> None:
+        """Take a finding of a chain."""
+        self.result.add(finding)
+        if self.saved is not None:
+            self.saved.found(finding)
 
 
 def verify_directory(
@@ -60,6 +68,7 @@ def verify_directory(
     pinned: Keyset | None = None,
     expected: Sequence[Expected] = (),
     jobs: int = 1,
+    saved: Saved | None = None,
 ) -> Result:
     """Verify a directory of chains, or one chain.
 
@@ -68,7 +77,8 @@ def verify_directory(
     skips segments that ended before, but for each chain's last one. `progress` is told of bytes
     read. `pinned` are public keys of signers and witnesses; `expected` what others hold of chains
     that must be here. `jobs`: processes that read ahead, if more than one; the findings are the
-    same. Raises nothing for what it finds on disk: that is a finding, `io_error`
+    same. `saved` is what a verification before had found, and gets what this one does; not together
+    with `since_ns`. Raises nothing for what it finds on disk: that is a finding, `io_error`
     included.
     """
     by_origin: dict[str, list[Expected]] = {}
@@ -96,11 +106,18 @@ def verify_directory(
             run.directory.declared.setdefault(name, []).append(record)
     with contextlib.ExitStack() as stack:
         if jobs > 1:
-            run.ahead = stack.enter_context(Ahead(jobs, keys, _ahead(chains, since_ns, kept)))
+            run.ahead = stack.enter_context(Ahead(jobs, keys, _ahead(run, chains, kept)))
+        if saved is not None:
+            run.saved = saved
+            stack.callback(saved.write)
         for index, chain in enumerate(chains):
             _check_chain(run, chain, index)
     check_across(known, run.result.add, whole=not alone and since_ns is None)
-    if keys is not None and not keys.used:
+    used = keys is not None and keys.used
+    if saved is not None:
+        saved.mac_used = used = used or saved.mac_used
+        saved.write(whole=True)
+    if keys is not None and not used:
         # Where there is no chain at all nothing was found, and nothing is said either.
         run.result.mac_checked = run.result.first is None
     return run.result
@@ -131,7 +148,7 @@ def _place_of(problem: OSError, chain: Path, place: Place) -> Place:
 
 
 def _check_chain(run: _Run, chain: Path, index: int) -> None:
-    check = ChainCheck(run.keys, index, run.result.add, run.outside)
+    check = ChainCheck(run.keys, index, run.found, run.outside)
     declared = run.directory.declared.get(chain.name, [])
     place = Place(f"{chain.name}/", 0)
     end = "truncated"
@@ -146,8 +163,14 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
         # What a living chain writes from here on is not looked at: there would be no end to it.
         limit = files[-1][1].stat().st_size if locked and files else None
         reading = Reading(chain, files, declared, limit, run.progress, run.ahead)
-        for number in range(len(files)):
+        begin = _resumed(run, check, chain, index, files)
+        if begin:
+            place = Place(f"{chain.name}/{files[begin - 1][1].name}", 0)
+        for number in range(begin, len(files)):
             place = check_segment(reading, check, number)
+            # The last file is done with only where nothing can come behind.
+            if run.saved is not None and (number + 1 < len(files) or (check.closed and not locked)):
+                run.saved.done(check, chain.name, files[: number + 1])
         check.signed.finish(check.next_seq, place)
         end = _end(run, check, place, declared, locked=locked)
     except OSError as problem:
@@ -190,6 +213,19 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
     )
 
 
+def _resumed(
+    run: _Run, check: ChainCheck, chain: Path, index: int, files: list[tuple[int, Path]]
+) -> int:
+    """Go on where a verification before was; returns how many segments it has done."""
+    if run.saved is None:
+        return 0
+    begin, findings = run.saved.begin(check, chain.name, index, files, run.outside.expected)
+    for finding in findings:
+        run.result.add(finding)
+    run.progress(sum(path.stat().st_size for _, path in files[:begin]))
+    return begin
+
+
 def _wall_ns(line: bytes) -> int | None:
     try:
         return int(orjson.loads(line.partition(b"\t")[0])["wall_ns"])
@@ -213,18 +249,17 @@ def _skip(since_ns: int | None, files: list[tuple[int, Path]]) -> int:
     return first
 
 
-def _ahead(
-    chains: list[Path], since_ns: int | None, kept: dict[tuple[str, int], Kept]
-) -> Iterator[Segment]:
+def _ahead(run: _Run, chains: list[Path], kept: dict[tuple[str, int], Kept]) -> Iterator[Segment]:
     """Yield the segments in the order in which they are checked."""
     for chain in chains:
         try:
             files = segments(chain)
-            files = files[_skip(since_ns, files) :]
+            files = files[_skip(run.since_ns, files) :]
             quiet = _quiet_ns(files[0][1], kept) if files else 0
         except OSError:
             continue  # the check says what cannot be read
-        for _, path in files:
+        done = run.saved.segments_done(chain.name, files) if run.saved is not None else 0
+        for _, path in files[done:]:
             yield Segment(path, quiet)
 
 

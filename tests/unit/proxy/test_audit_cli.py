@@ -71,7 +71,8 @@ def test_a_flipped_byte_is_named_by_class_and_seq(directory, keys):
     assert (found["verdict"], found["seq"]) == ("content_mismatch", 2)
     assert found["origin"] == "local/default/pod/uid/1"
     (finding,) = found["findings"]
-    assert set(finding) == {"class", "origin", "seq", "file", "offset", "note"}
+    named = {"class", "origin", "seq", "last_seq", "file", "offset", "note"}
+    assert set(finding) == named | {"expected", "found", "proved_to"}
     raw = log.read_bytes()[finding["offset"] :]
     assert b'"seq":2' in raw.split(b"\n")[0]
     text = _run("verify", directory, "--keys", keys).stdout

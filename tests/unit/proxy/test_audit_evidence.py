@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_the_records_of_many_chains_come_in_one_order(pods):
     rows = list(merged(pods))
     assert rows == sorted(rows)
     assert len(rows) == verify(pods).records
-    turns = sum(a.origin != b.origin for a, b in zip(rows, rows[1:], strict=False))
+    turns = sum(a.origin != b.origin for a, b in itertools.pairwise(rows))
     assert turns > 8  # they really interleave
     for row in rows:
         assert row.clock_bound_ms == 100 + int(row.origin[-1])
