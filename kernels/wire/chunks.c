@@ -12,9 +12,7 @@ static int hex_value(uint8_t c)
     return (uint8_t)(c - 'a') < 6 ? c - 'a' + 10 : -1;
 }
 
-/* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or
- * not here as a whole. */
-static const uint8_t *whole_chunk(const uint8_t *p, const uint8_t *end, Span *payload)
+const uint8_t *wire_whole_chunk(const uint8_t *p, const uint8_t *end, Span *payload)
 {
     Py_ssize_t size = 0;
     const uint8_t *line = p;
@@ -47,7 +45,7 @@ PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]), *p = data, *after;
     const uint8_t *end = data + PyBytes_GET_SIZE(args[0]);
-    for (Span payload; (after = whole_chunk(p, end, &payload)) != NULL; p = after) {
+    for (Span payload; (after = wire_whole_chunk(p, end, &payload)) != NULL; p = after) {
         PyObject *piece = PyBytes_FromStringAndSize((const char *)payload.at, payload.size);
         if (piece == NULL || PyList_Append(args[1], piece) < 0) {
             Py_XDECREF(piece);

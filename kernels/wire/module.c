@@ -104,7 +104,7 @@ int table_traverse(Table *table, visitproc visit, void *arg)
 
 static int module_exec(PyObject *module)
 {
-    PyType_Spec *specs[] = {&wire_heads_spec, &wire_bodies_spec};
+    PyType_Spec *specs[] = {&wire_heads_spec, &wire_bodies_spec, &wire_pump_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0) {

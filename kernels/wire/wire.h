@@ -3,7 +3,8 @@
  * Everything here is exactly right about what it accepts and says "not sure" about all else; the
  * pure Python twin, which each reader is given, then decides. So no refusal is worded in C.
  *
- * No static mutable state; all functions hold the GIL. Every read is bounded by an end pointer.
+ * No static mutable state; all functions hold the GIL, but for the thread of pump.c. Every read is
+ * bounded by an end pointer.
  */
 #ifndef TONGGUAN_WIRE_H
 #define TONGGUAN_WIRE_H
@@ -126,6 +127,7 @@ static inline uint64_t any_equal(uint64_t word, unsigned byte)
 
 extern PyType_Spec wire_heads_spec;
 extern PyType_Spec wire_bodies_spec;
+extern PyType_Spec wire_pump_spec;
 
 /* Adds the type Mac, where a libcrypto is loaded that offers what it needs; 0, or -1. */
 int wire_add_mac(PyObject *module);
@@ -134,6 +136,9 @@ PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count
 PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_request_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
+/* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or not
+ * here as a whole. */
+const uint8_t *wire_whole_chunk(const uint8_t *p, const uint8_t *end, Span *payload);
 PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif
