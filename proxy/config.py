@@ -85,6 +85,9 @@ class Limits:
     collect_bytes: int = setting(1 << 20, "a body up to this is read whole, then sent", ge=0)
     discard_bytes: int = setting(64 << 20, "read and dropped after an early answer", ge=0)
     event_bytes: int = setting(1 << 20, "an SSE line the observer follows", ge=1024)
+    lent_streams: int = setting(
+        4096, "event streams in clear that the native pump passes on; 0: none", ge=0, le=1 << 16
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

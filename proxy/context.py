@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from proxy.clock import Clock
     from proxy.config import Pool
     from proxy.keys.provider import KeySet
+    from proxy.lending import Lender
     from proxy.qos.classes import PoolName, QosClass
     from proxy.recorder import Recorder
     from proxy.reload import Loaded
@@ -126,6 +127,7 @@ class Context:
         self.audit: AuditWriter | None = None
         self.recorder: Recorder | None = None
         self.retention: Retention | None = None
+        self.lender: Lender | None = None
         self.budget = Budget(settings.envelope.unverified_bytes)
         self.signatures = SignatureWorker(loop, settings.envelope.signature_queue)
         self.shared_replay: SharedReplay | None = None
@@ -182,6 +184,7 @@ class Context:
         self.audit = before.audit
         self.recorder = before.recorder
         self.retention = before.retention
+        self.lender = before.lender
         self.budget = before.budget
         self.signatures = before.signatures
         self.shared_replay = before.shared_replay

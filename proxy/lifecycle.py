@@ -22,6 +22,7 @@ from proxy.clock import SystemClock
 from proxy.config import Settings, split_address
 from proxy.context import Context
 from proxy.health import CLOCK_BEHIND_MS, TICK_NS, Health
+from proxy.lending import Lender
 from proxy.limits import LimitsPoll
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
@@ -126,6 +127,7 @@ class Sidecar:
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
         index = None if worker is None else worker.index
         start_audit(settings, context, keys, self._clock, self._node, index)
+        context.lender = Lender(self._loop)
         if doors.app:
             await self._open("app", doors.app)
         if doors.sealed and keys is not None:
@@ -327,6 +329,8 @@ class Sidecar:
             await asyncio.sleep(0.01)
         for route in context.routes.values():
             await route.upstreams.close()
+        if context.lender is not None:
+            context.lender.close()
         if context.shared_replay is not None:
             await context.shared_replay.close()
         if context.retention is not None:

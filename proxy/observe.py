@@ -182,7 +182,9 @@ class Observation(Exchange):
             self.event_stream = True
             if readable:
                 self._stream = StreamObserver(
-                    self._on_content, self._added, self.shared.event_bytes
+                    self._on_content if self.shared.enabled else None,
+                    self._added,
+                    self.shared.event_bytes,
                 )
                 if self._keyed() and head.status < 300:
                     self._hasher = OutputHasher(self._hash_key())

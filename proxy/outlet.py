@@ -13,8 +13,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
 from proxy.answer import own_answer
+from proxy.sockets import descriptor, untaken
 from proxy.sockets import reset as reset_transport
-from proxy.sockets import untaken
 
 if TYPE_CHECKING:
     import asyncio
@@ -124,6 +124,13 @@ class Outlet:
     def unread(self) -> int:
         """Return the answer bytes that the client has not taken: ours and the kernel's."""
         return 0 if self._transport is None else untaken(self._transport)
+
+    def lendable(self) -> int:
+        """Return the descriptor if nothing waits to be written, -1 otherwise."""
+        transport = self._transport
+        if transport is None or self.write_paused or transport.get_write_buffer_size():
+            return -1
+        return descriptor(transport)
 
     def must_close(self) -> bool:
         """Say whether the connection closes after this answer; what was said once holds."""

@@ -2,7 +2,8 @@
 
 A finished exchange waits here, at most `WAIT_S` or until `BATCH` of them have come; then hashes,
 parsed usage and records are made in one go. The work is the same, but done in one tight loop it
-costs half the CPU of doing it between two packets. Order is the order of ends.
+costs half the CPU of doing it between two packets. One that comes alone does not wait: nothing
+would share its wake-up. Order is the order of ends.
 
 Bounds: `BATCH` exchanges; the bodies they hold count against `audit.observed_bytes`. A record that
 the chain refuses is logged, counted as a failure, and does not take the others with it.
@@ -36,7 +37,8 @@ class Recorder:
         self._loop = loop
         self._audit = audit
         self._waiting: list[tuple[Observation, str]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._flushed_s = 0.0
 
     def add(self, exchange: Observation, outcome: str) -> None:
         """Take a finished exchange."""
@@ -45,13 +47,18 @@ class Recorder:
         if len(waiting) >= BATCH:
             self.flush()
         elif self._timer is None:
-            self._timer = self._loop.call_later(WAIT_S, self.flush)
+            loop = self._loop
+            if loop.time() - self._flushed_s < WAIT_S:
+                self._timer = loop.call_later(WAIT_S, self.flush)
+            else:
+                self._timer = loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Append a record for each exchange that waits."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._flushed_s = self._loop.time()
         waiting, self._waiting = self._waiting, []
         append = self._audit.append_request
         failed: list[AuditError] = []

@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from proxy.dispatch import Dispatch
 from proxy.errors import ERRORS, RequestError
 from proxy.exchange import Action, End, Progress, closing
 from proxy.http.chunked import LAST_CHUNK, frame
 from proxy.intake import SealedRefusalError
+from proxy.lending import Lending
 from proxy.reception import too_large
 from proxy.replier import MESSAGES, Client
 from proxy.tunnel import Tunnel
@@ -33,7 +33,7 @@ _ACCEPT_ENCODING = re.compile(rb"(?i)(?:(?<=\n)|^)accept-encoding:[^\r\n]*\r\n")
 _NO_BODY_EXPECTED = frozenset((b"GET", b"HEAD", b"DELETE", b"OPTIONS"))
 
 
-class Relay(Dispatch):
+class Relay(Lending):
     """One request, from its head to its record: the layer that takes it and sends it on."""
 
     _upstream_chunked = False
@@ -209,6 +209,8 @@ class Relay(Dispatch):
     def upstream_pause(self) -> None:
         """See `Lessee`."""
         self.flush()
+        if self.event_stream:
+            self.lend()
 
     def upstream_end(self) -> None:
         """See `Lessee`: the answer is whole."""
@@ -294,6 +296,8 @@ class Relay(Dispatch):
             hits["timeouts.client_stall_s"] += 1
             self._close(End.CLIENT_STALLED)
             return
+        if self.is_lent and self.is_passing(context.clock.mono_ns()):
+            return
         first = not self.first_byte_ns
         hits["timeouts.first_byte_s" if first else "timeouts.stream_idle_s"] += 1
         self._fault = True
@@ -336,6 +340,8 @@ class Relay(Dispatch):
         downstream = self.downstream
         if self.closed:
             return
+        if self.is_lent:
+            self.settle()
         if end is End.ANSWERED:
             self.progress = Progress.DONE
             self._finish("ok")

@@ -80,6 +80,10 @@ class Client(Protocol):
         """Return the answer bytes that the client has not taken."""
         ...
 
+    def lendable(self) -> int:
+        """Return the descriptor if nothing waits to be written, -1 otherwise."""
+        ...
+
     def hand_over(self) -> tuple[asyncio.Transport, bytes]:
         """Give the transport away, and the bytes that came after the request."""
         ...

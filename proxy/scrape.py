@@ -95,11 +95,17 @@ class Collector:
         hits.add_metric(["timeouts.connect_s"], timeouts)
         hits.add_metric(["limits.event_bytes"], self._context.observing.long_events)
         yield hits
+        lender = self._context.lender
         for name, text, value in (
             ("request_body_bytes", "Request body bytes received.", counters.request_bytes),
             ("answer_body_bytes", "Answer body bytes from upstream.", counters.answer_bytes),
             ("retries", "Requests sent a second time.", counters.retries),
             ("tunnels", "Connections that were upgraded.", counters.tunnels),
+            (
+                "lent_streams",
+                "Event streams lent to the native pump.",
+                lender.lent_total if lender else 0,
+            ),
             ("alarms", "Alarm lines logged.", counters.alarms),
         ):
             yield CounterMetricFamily(f"tongguan_proxy_{name}", text, value=value)
@@ -122,6 +128,11 @@ class Collector:
         yield open_connections
         yield GaugeMetricFamily(
             "tongguan_proxy_tunnels_open", "Upgraded connections.", value=counters.tunnels_open
+        )
+        yield GaugeMetricFamily(
+            "tongguan_proxy_lent_streams_open",
+            "Event streams the native pump passes on now.",
+            value=len(lender.lent) if lender else 0,
         )
         yield GaugeMetricFamily(
             "tongguan_proxy_loop_lag_seconds",

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 
 
+def descriptor(transport: asyncio.Transport) -> int:
+    """Return the socket's descriptor; -1 when it is closed or closing."""
+    endpoint = transport.get_extra_info("socket")
+    return -1 if endpoint is None or transport.is_closing() else endpoint.fileno()
+
+
 def untaken(transport: asyncio.Transport) -> int:
     """Return the written bytes that the peer has not acknowledged: ours and the kernel's."""
     endpoint = transport.get_extra_info("socket")

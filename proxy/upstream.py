@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from proxy.exchange import End
 from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, HeadLimits, ResponseHead, parse_response
+from proxy.sockets import descriptor
 
 if TYPE_CHECKING:
     import asyncio
@@ -142,6 +143,28 @@ class UpstreamConnection:
         """End a lease that sent nothing."""
         self.lessee = None
         self.owner.put_back(self)
+
+    @property
+    def chunked(self) -> bool:
+        """Say whether the answer's body comes in chunks."""
+        return self._chunks is not None
+
+    def lendable(self) -> int:
+        """Return the descriptor if whole chunks, or a body without length, come next; else -1."""
+        transport, chunks = self.transport, self._chunks
+        if transport is None or self.endpoint.tls or not self.request_whole:
+            return -1
+        middle = self._left < 0 if chunks is None else chunks.between_chunks
+        if not middle or not transport.is_reading():
+            return -1
+        return descriptor(transport)
+
+    def go_on(self, data: bytes, *, reading: bool) -> None:
+        """Read on after a loan; `data` was read and not passed on."""
+        if reading:
+            self.resume()
+        if data:
+            self.data_received(data)
 
     def hand_over(self) -> asyncio.Transport:
         """Give the transport away, to be a tunnel's; this object has ended."""

@@ -7,7 +7,8 @@ twin, whose word it is. So a machine without a compiler loses speed and nothing 
 
 Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-256 of short messages;
 `lines`, a record as it lies in the file; `requests`, a verifier's plain case; `trees`, many leaves
-of a Merkle tree at a time.
+of a Merkle tree at a time. And `pump`, the one thing here with a thread: the middle
+of event streams, without Python.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -16,7 +17,7 @@ slot; a class whose slots are not the expected ones is refused when it is regist
 from __future__ import annotations
 
 import hashlib  # noqa: F401 - whose libcrypto the extension finds when it is loaded
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,6 +110,15 @@ def bodies(
         return members, view, cut_answer
     reader = _wire.Bodies(classes, ids, (members, view, cut_answer))
     return reader.members, reader.view, reader.cut_answer
+
+
+def pump(streams_max: int, wake_bytes: int) -> Any | None:
+    """Return a `Pump` (pump.c), which passes event streams on without Python; None without C.
+
+    `streams_max`: how many at once, at most 65,536; `wake_bytes`: passed bytes of one after which
+    its descriptor becomes readable. Raises OSError when there are no descriptors.
+    """
+    return None if _wire is None else _wire.Pump(streams_max, wake_bytes)
 
 
 def macs(mac: _Mac, sha256: _Hash) -> tuple[_Mac, _Hash]:

@@ -54,6 +54,11 @@ class ChunkReader:
         self._left = 0
         self._trailer = 0
 
+    @property
+    def between_chunks(self) -> bool:
+        """Say whether a chunk's size line comes next, from its first byte."""
+        return self._state == _IN_SIZE and not self._held
+
     def feed(self, data: bytes) -> int:
         """Take the next bytes; return how many belong to the body (fewer than given when done).
 

@@ -132,7 +132,8 @@ _ID_MEMBER = re.compile(rb',"(?:prompt_)?token_ids": ?(?:null|\[[0-9, ]*\])(?=[,
 class StreamObserver:
     """Follows one answer stream.
 
-    `on_content(choice index, text)` is called for each content delta. `added` is what was asked for
+    `on_content(choice index, text)` is called for each content delta; None: nobody wants to know
+    what the events say, only where they end. `added` is what was asked for
     on audit's behalf; when it is empty, `feed` returns its argument, whatever event that splits.
     `finish` is choice 0's. `done`: `[DONE]` was seen. `lost`: what was observed is incomplete (an
     event beyond `event_bytes` or no JSON, more ids than `TOKEN_IDS_MAX`, a choice beyond
@@ -155,7 +156,10 @@ class StreamObserver:
     )
 
     def __init__(
-        self, on_content: Callable[[int, str], None], added: frozenset[str], event_bytes: int
+        self,
+        on_content: Callable[[int, str], None] | None,
+        added: frozenset[str],
+        event_bytes: int,
     ) -> None:
         self._usage: dict[str, Any] | None = None
         self._finish: str | None = None
@@ -241,6 +245,8 @@ class StreamObserver:
         events = self._splitter.feed(backlog[0] if len(backlog) == 1 else b"".join(backlog))
         if self._splitter.lost:
             events.pop()
+        if self._on_content is None:
+            return
         for event in events:
             self._take(_payload(event)[0])
 
@@ -277,7 +283,7 @@ class StreamObserver:
                 continue
             delta = choice.delta
             text = choice.text if delta is None else delta.content
-            if text and isinstance(text, str):
+            if text and isinstance(text, str) and self._on_content is not None:
                 self._on_content(index, text)
             if index == 0:
                 if isinstance(choice.finish_reason, str):
