@@ -136,8 +136,8 @@ PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count
 PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_request_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
-/* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or not
- * here as a whole. */
+/* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or
+ * not here as a whole. */
 const uint8_t *wire_whole_chunk(const uint8_t *p, const uint8_t *end, Span *payload);
 PyObject *wire_whole_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 

@@ -104,7 +104,8 @@ class AuditWriter:
         self._waiters = Waiters(loop)
         self._next_seed: tuple[str, bytes] | None = None
         self._rotation = Rotation(config.rotate_records, config.rotate_s, clock.mono_ns())
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._flushed_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._last_ns = 0
         self._available = True
@@ -326,7 +327,12 @@ class AuditWriter:
         if self._due or len(self._pending) >= self._config.flush_records:
             self._flush()
         elif self._timer is None and self._pending:
-            self._timer = self._loop.call_later(self._config.flush_ms / 1000, self._flush)
+            # A record that comes alone shares its sync with none: it need not wait for others.
+            wait_s = self._flushed_s + self._config.flush_ms / 1000 - self._loop.time()
+            later = self._loop.call_later
+            self._timer = (
+                later(wait_s, self._flush) if wait_s > 0 else self._loop.call_soon(self._flush)
+            )
 
     def _flush(self) -> None:
         if self._timer is not None:
@@ -339,6 +345,7 @@ class AuditWriter:
         unsigned = self._pending.next_seq - self._checkpoint_seq - 1
         sign = self._tree is not None and (self._due or unsigned >= self._config.checkpoint_records)
         self._syncing = True
+        self._flushed_s = self._loop.time()
         if sign:
             self._due, self._signing = False, True
             self._pending.hold()

@@ -50,6 +50,13 @@ class Turn:
     def __init__(self, loop):
         self._loop = loop
         self.timers = []
+        self.now_s = 0.0
+
+    def time(self):
+        return self.now_s
+
+    def call_soon(self, callback):
+        return self.call_later(0.0, callback)
 
     def call_later(self, delay, callback):
         timer = self._loop.call_later(3600, callback)
@@ -179,6 +186,29 @@ def test_fewer_are_recorded_by_time_with_one_timer(tmp_path, shared):
         return writer.dir
 
     assert numbers(run(scene)) == [0, 1, 2, 3]
+
+
+def test_one_that_comes_alone_is_recorded_in_the_same_turn(tmp_path, shared):
+    async def scene():
+        recorder, writer, turn = start(tmp_path)
+        turn.now_s = 10.0
+        recorder.add(exchange(shared, 0), "ok")
+        recorder.add(exchange(shared, 1), "ok")  # of the same turn
+        ((first, *_),) = turn.timers
+        for flush in turn.due():
+            flush()
+        turn.now_s += 0.001
+        recorder.add(exchange(shared, 2), "ok")
+        second = turn.timers[-1][0]
+        for flush in turn.due():
+            flush()
+        await writer.close()
+        return writer.dir, first, second
+
+    chain, first, second = run(scene)
+    assert numbers(chain) == [0, 1, 2]
+    assert first == 0.0
+    assert second > 0
 
 
 def test_the_loops_own_timer_does_it_too(tmp_path, shared):
