@@ -199,7 +199,8 @@ _MOST = (
     "_keys_known", "_keys_expiring", "_keys_revoked", "_kid_live",
 )  # fmt: skip
 _LEAST = (
-    "_available", "_last_success_timestamp_seconds", "_lease_seconds"
+    "_available", "_last_success_timestamp_seconds", "_lease_seconds",
+    "_expiry_timestamp_seconds",
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 256 << 10
 _TEXT_CONTROLS = "\t\n\r"
+# What turns the direction of text round, so that it reads as something else (Unicode TR 36).
+_BIDI = {*map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))}
 
 
 class EndError(Exception):
@@ -151,7 +153,8 @@ class _Text:
         except UnicodeDecodeError:
             return False
         return not any(
-            unicodedata.category(c) in {"Cc", "Cf"} and c not in _TEXT_CONTROLS for c in text
+            (unicodedata.category(c) == "Cc" and c not in _TEXT_CONTROLS) or c in _BIDI
+            for c in text
         )
 
 
