@@ -22,6 +22,7 @@ _GEMM_DEPTH: Final = 128
 _GEMM_BLOCKS_EACH: Final = 4
 _GEMM_STEPS_MIN: Final = 4
 _GEMM_SHARES_MAX: Final = 16
+_LAYER_THREADS: Final = 128
 
 
 class FourBit(Protocol):
@@ -184,3 +185,85 @@ def _tiles(m: int) -> int:
 
 def _log2(group: int) -> int:
     return group.bit_length() - 1
+
+
+def rms_norm(backend: Backend, x: Any, weight: Any, out: Any, *, eps: float) -> Launch:
+    """Plan `out` [rows, hidden] = x over its root mean square, times weight [hidden]."""
+    source = checked("x", x, "f16", (None, None), backend.device)
+    rows, hidden = view(x).shape
+    if not rows or not hidden:
+        raise LaunchError(f"x has shape {(rows, hidden)}")
+    gain = checked("weight", weight, "f16", (hidden,), backend.device)
+    target = checked("out", out, "f16", (rows, hidden), backend.device)
+    return Launch(
+        kernel="rms_norm",
+        grid=(rows, 1, 1),
+        threads=_LAYER_THREADS,
+        shared_bytes=16,
+        form="PPPif",
+        arguments=(source, gain, target, hidden, eps),
+        device=backend.device,
+        keeps=(x, weight, out),
+    )
+
+
+def rope(backend: Backend, x: Any, positions: Any, inverse: Any) -> Launch:
+    """Plan turning x [rows, heads, dim] in place, by positions [rows], inverse [dim / 2]."""
+    target = checked("x", x, "f16", (None, None, None), backend.device)
+    rows, heads, dim = view(x).shape
+    if not rows or not heads or not dim or dim % 2:
+        raise LaunchError(f"x has shape {(rows, heads, dim)}; the last is even")
+    where = checked("positions", positions, "i32", (rows,), backend.device)
+    waves = checked("inverse", inverse, "f32", (dim // 2,), backend.device)
+    return Launch(
+        kernel="rope",
+        grid=(rows, 1, 1),
+        threads=_LAYER_THREADS,
+        shared_bytes=0,
+        form="PPPii",
+        arguments=(target, where, waves, heads, dim),
+        device=backend.device,
+        keeps=(x, positions, inverse),
+    )
+
+
+def paged_attention(
+    backend: Backend,
+    query: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    lengths: Any,
+    out: Any,
+) -> Launch:
+    """Plan attention of one new token for each sequence: query, out [sequences, heads, dim].
+
+    keys, values [blocks, block tokens, kv heads, dim]; table [sequences, width] and lengths
+    [sequences], int32. Lengths are at least 1 and at most what a row of the table covers, and a
+    table's blocks exist: they lie on the device, so that is the caller's word.
+    """
+    source = checked("query", query, "f16", (None, None, None), backend.device)
+    sequences, heads, dim = view(query).shape
+    stored = checked("keys", keys, "f16", (None, None, None, dim), backend.device)
+    blocks, tokens, kv_heads, _ = view(keys).shape
+    if dim % 32 or not 32 <= dim <= 256 or not sequences or kv_heads < 1 or heads % kv_heads:
+        raise LaunchError(
+            f"{heads} heads over {kv_heads} of {dim}: a multiple, of 32 to 256 by steps of 32"
+        )
+    also = checked("values", values, "f16", (blocks, tokens, kv_heads, dim), backend.device)
+    pages = checked("table", table, "i32", (sequences, None), backend.device)
+    counts = checked("lengths", lengths, "i32", (sequences,), backend.device)
+    target = checked("out", out, "f16", (sequences, heads, dim), backend.device)
+    return Launch(
+        kernel="paged_attention",
+        grid=(heads, sequences, 1),
+        threads=_LAYER_THREADS,
+        shared_bytes=4 * 4 * (dim + 2),
+        form="PPPPPPiiiiif",
+        arguments=(
+            source, stored, also, pages, counts, target, heads, kv_heads, dim, tokens,
+            view(table).shape[1], dim**-0.5,
+        ),
+        device=backend.device,
+        keeps=(query, keys, values, table, lengths, out),
+    )  # fmt: skip

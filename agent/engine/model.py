@@ -140,7 +140,7 @@ class Model:
         shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
         # Not filled: the system maps a page when it is first written, so an idle pool costs no
         # memory. Only slots that a step has written are ever read.
-        self.kv = torch.empty(shape, dtype=self._compute, device=self.device)
+        self.kv = torch.empty(shape, dtype=weights.kv, device=self.device)
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
         inverse = 1.0 / (spec.rope_theta**half)
         if spec.rope_factors is not None:
@@ -149,6 +149,7 @@ class Model:
         # One sequence's keys and values of one layer, gathered: reused, since fresh memory of this
         # size costs more in page faults than the copy itself.
         self._gathered = torch.empty(0, dtype=self.kv.dtype, device=self.device)
+        self._widened = torch.empty(0, dtype=self._compute, device=self.device)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -227,8 +228,8 @@ class Model:
         rotated = rotated * cos + rotated.roll(dim // 2, -1) * sin
         query, key = rotated[:, :heads], rotated[:, heads:]
         keys, values = self.kv[index].flatten(1, 2)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, qkv[:, heads + spec.kv_heads :])
+        keys.index_copy_(0, slots, key.to(keys.dtype))
+        values.index_copy_(0, slots, qkv[:, heads + spec.kv_heads :].to(keys.dtype))
         if len(segments) == 1:
             return self._attend(index, query, segments[0])
         out = qkv.new_empty(qkv.shape[0], heads * dim)
@@ -246,6 +247,10 @@ class Model:
             self._gathered = layer.new_empty(2 * size)
         gathered = self._gathered[:size].view(shape)
         torch.index_select(layer, 1, segment.blocks, out=gathered)
+        if self.kv.dtype != self._compute:
+            if size > self._widened.numel():
+                self._widened = query.new_empty(2 * size)
+            gathered = self._widened[:size].view(shape).copy_(gathered)
         keys, values = gathered.flatten(1, 2)[:, :length]
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],

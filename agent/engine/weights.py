@@ -220,7 +220,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model. `tied`: the head is the embedding. `compute`: what is computed in."""
+    """All of a model. `tied`: the head is the embedding.
+
+    `compute`: what is computed in; `kv`: what keys and values are kept in.
+    """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -228,6 +231,7 @@ class Weights:
     head: Weight
     tied: bool
     compute: torch.dtype
+    kv: torch.dtype
 
     @property
     def parameters(self) -> int:
@@ -380,6 +384,7 @@ def load_weights(
         head=loader.head(embed) if tied else loader.weight(("head", spec.vocab), cols=spec.hidden),
         tied=tied,
         compute=dtype,
+        kv=torch.float16 if small else dtype,
     )
     unused = source.leftovers()
     if unused:

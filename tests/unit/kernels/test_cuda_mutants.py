@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from kernels import build, launch, reference
+from kernels import build, launch, plans, reference
 from tests.unit.kernels import cuda_kit as kit
 
 
@@ -35,6 +35,23 @@ def gemm_is_right(backend):
         return kit.run_gemm(packed, x, backend=backend, shares=3, times=2)
 
     return product_is_right(kit.run_gemm, backend) and product_is_right(twice, backend)
+
+
+def layer_is_right(backend):
+    rng = np.random.default_rng(4)
+    x, weight = kit.half_rows(rng, 2, 300), kit.half_rows(rng, 1, 300)[0]
+    out = kit.Guarded((2, 300), np.float16)
+    args = [kit.guarded(a).array for a in (x, weight)]
+    backend.run(plans.rms_norm(backend, *args, out.array, eps=1e-5))
+    norm = np.abs(out.check() - reference.rms_norm(x, weight, 1e-5)).max()
+    query = rng.normal(0, 2, (1, 2, 64)).astype(np.float16)
+    keys, values = (rng.normal(0, 2, (3, 8, 1, 64)).astype(np.float16) for _ in range(2))
+    table, lengths = np.array([[2, 0, 1]], np.int32), np.array([21], np.int32)
+    got = kit.Guarded((1, 2, 64), np.float16)
+    args = [kit.guarded(a).array for a in (query, keys, values, table, lengths)]
+    backend.run(plans.paged_attention(backend, *args, got.array))
+    exact = reference.paged_attention(query, keys, values, table, lengths)
+    return norm < 1e-2 and np.abs(got.check() - exact).max() < 1e-2
 
 
 # name: the kernel's file, the file changed, what is there, what is put in its place, the check.
@@ -88,6 +105,20 @@ MUTANTS = {
     "a share left out": (
         "gemm", "gemm.cu", "for (int share = 0;", "for (int share = 1;", gemm_is_right,
     ),
+    "no barrier in the norm": (
+        "layer", "layer.cu", "__syncthreads();\n    float total = 0;", "float total = 0;",
+        layer_is_right,
+    ),
+    "no barrier before heads are joined": (
+        "layer", "layer.cu", "__syncthreads();\n    float most", "float most", layer_is_right,
+    ),
+    "a sum that is not corrected": (
+        "layer", "layer.cu", "sum = sum * old + now;", "sum = sum + now;", layer_is_right,
+    ),
+    "the block before": (
+        "layer", "layer.cu", "blocks[token / block_tokens]", "blocks[(token - 1) / block_tokens]",
+        layer_is_right,
+    ),
     "a barrier that half of a warp passes by": (
         "gemv", "gemv.cu", "    __syncthreads();\n    int m",
         "    if (lane < 16) __syncthreads();\n    int m", gemv_is_right,
@@ -131,7 +162,12 @@ def test_a_fault_is_seen(copy, name):
 
 @pytest.mark.parametrize(
     ("kernel", "check"),
-    [("dequant", dequant_is_right), ("gemv", gemv_is_right), ("gemm", gemm_is_right)],
+    [
+        ("dequant", dequant_is_right),
+        ("gemv", gemv_is_right),
+        ("gemm", gemm_is_right),
+        ("layer", layer_is_right),
+    ],
 )
 def test_without_a_fault_nothing_is_seen(copy, kernel, check):
     assert not seen(check, built(copy, kernel))
