@@ -35,7 +35,7 @@ KERNEL BOUNDS(LAYER_THREADS, 4) rms_norm(const u16 *x, const u16 *weight, u16 *o
         out[(u64)blockIdx.x * hidden + i] = f_to_h(h_to_f(from[i]) * scale * h_to_f(weight[i]));
 }
 
-// x [rows, heads, dim] turned in place by its row's position, pairs (i, i + dim / 2). grid.x = rows.
+// x [rows, heads, dim] turned in place by its row's position, pairs (i, i + dim / 2). grid.x = rows
 KERNEL BOUNDS(LAYER_THREADS, 4) rope(u16 *x, const int *positions, const float *inverse, int heads,
                                      int dim) {
     int half = dim / 2;
