@@ -148,3 +148,53 @@ def up(
         ready_s=ready_s,
     )
     sys.exit(code)
+
+
+@click.group(short_help="Look at other engines: vLLM, SGLang, llama.cpp.")
+def upstream() -> None:
+    """Look at other engines: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""
+
+
+@upstream.command()
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@click.option("--pools", "as_pools", is_flag=True, help="Print the sidecar's [pools] for them.")
+def probe(urls: tuple[str, ...], as_pools: bool) -> None:
+    """Ask engines how they are and what they can: one token, three times each.
+
+    \b
+    tongguan upstream probe http://127.0.0.1:8000
+    tongguan upstream probe --pools http://10.0.0.1:8000 http://10.0.0.2:30000 >> tongguan.toml
+
+    With --pools the first serves P0 alone and the others P1 and P2; one serves all.
+
+    Exit codes: 0 all are healthy, 1 one is not, 2 wrong use.
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
+    import httpx
+
+    from agent.config import upstream_targets
+    from agent.upstream import pools
+    from agent.upstream_watch import ASK_S, UpstreamWatch
+
+    try:
+        targets = upstream_targets(tuple(f"e{n}={url}" for n, url in enumerate(urls)))
+    except ValueError as problem:
+        click.echo(f"tongguan upstream: {problem}", err=True)
+        sys.exit(2)
+    watch = UpstreamWatch(targets, every_s=1.0)
+    with httpx.Client(timeout=ASK_S, trust_env=False) as client:
+        watch.turn(client)
+    reports = list(watch.reports.values())
+    for report in reports:
+        click.echo(f"{report.url}  {'healthy' if report.healthy else report.why}", err=as_pools)
+        facts = {"kind": report.load.kind if report.load else "no metrics"}
+        facts |= {f"model {model.id}": f"context {model.context_tokens or 'unknown'}"
+                  for model in report.models}  # fmt: skip
+        seen = report.capabilities
+        for name in ("token_ids", "usage", "stream_usage", "prefix_cache"):
+            value = getattr(seen, name) if seen else None
+            facts[name] = {True: "yes", False: "no", None: "unknown"}[value]
+        for name, fact in facts.items():
+            click.echo(f"  {name:14} {fact}", err=as_pools)
+    if as_pools:
+        click.echo(pools([(report.url, report.capabilities) for report in reports]), nl=False)
+    sys.exit(0 if all(report.healthy for report in reports) else 1)

@@ -10,6 +10,7 @@ Pure: `load` is given the file's text and the environment; only `read` touches t
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 VARIABLES = "TONGGUAN_AGENT_"
 # A unix socket's path must fit into sockaddr_un (unix(7)); one byte is its terminator.
 SOCKET_PATH_BYTES = 107
+UPSTREAMS_MAX = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+_URL = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,11 @@ class Agent:
         0, "tokens in the KV cache, all requests; it bounds one, too; 0: engine's choice", ge=0
     )
     queue: int = setting(256, "requests that wait for a place; beyond it 503 queue_full", ge=1)
+
+    upstreams: tuple[str, ...] = setting(
+        (), "other engines of this node to watch, name=http://host:port; they are not called upon"
+    )
+    upstream_poll_s: float = setting(2.0, "between two looks at them", ge=0.1, le=3600)
 
     memory_sample_s: float = setting(
         1.0, "between two samples of memory; 0: none, and no request is refused for it", ge=0, le=60
@@ -148,8 +157,27 @@ def _cross_check(agent: Agent) -> list[str]:
         for uid in agent.trusted_uids
         if not uid.isdecimal()
     )
+    try:
+        upstream_targets(agent.upstreams)
+    except ValueError as problem:
+        problems.append(f"agent.upstreams: {problem}")
     problems.extend("agent.model_names: a name is empty" for n in agent.model_names if not n)
     return problems
+
+
+def upstream_targets(upstreams: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return (name, URL without a slash at its end) of each; raises ValueError."""
+    found: dict[str, str] = {}
+    if len(upstreams) > UPSTREAMS_MAX:
+        raise ValueError(f"at most {UPSTREAMS_MAX}")
+    for item in upstreams:
+        name, equals, url = item.partition("=")
+        if not equals or not _NAME.fullmatch(name) or not _URL.fullmatch(url):
+            raise ValueError(f"expected name=http://host:port, got {item[:64]!r}")
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        found[name] = url.rstrip("/")
+    return tuple(found.items())
 
 
 def read(path: str | None, environ: Mapping[str, str]) -> Agent:

@@ -26,12 +26,13 @@ import uvloop
 
 from agent.admin import AdminThread
 from agent.api import Api
-from agent.config import Agent, TokenError, read_token
+from agent.config import Agent, TokenError, read_token, upstream_targets
 from agent.engine.types import Engine, EngineError
 from agent.listen import HEAD_BYTES, DoorLimits, ListenError, door, open_tcp, open_unix
 from agent.memory.watch import MemoryWatch
 from agent.metrics import Metrics
 from agent.node import Node
+from agent.upstream_watch import UpstreamWatch
 from agent.witness_store import WitnessError, WitnessStore
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
     admin = AdminThread(opened[-1], node, metrics) if settings.admin else None
     server = api_server(settings, api, metrics)
     run = _Run(settings, node, server, api)
-    watch = _watch(settings, node)
+    watch, upstreams = _watch(settings, node), _upstreams(settings, node)
     if admin:
         admin.start()
     where = ", ".join(a for a in (settings.listen, settings.socket) if a)
@@ -113,8 +114,9 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         node.engine.close()
     if admin:
         admin.stop()
-    if watch:
-        watch.stop()
+    for thread in (watch, upstreams):
+        if thread:
+            thread.stop()
     log.info("stopped")
     if node.engine is None and node.failure is None:
         # The loader still runs inside a C library; it cannot be waited for or stopped.
@@ -128,6 +130,17 @@ def _watch(settings: Agent, node: Node) -> MemoryWatch | None:
         return None
     watch = MemoryWatch(node, sample_s=settings.memory_sample_s, window_s=settings.memory_window_s)
     node.memory = watch
+    watch.start()
+    return watch
+
+
+def _upstreams(settings: Agent, node: Node) -> UpstreamWatch | None:
+    targets = upstream_targets(settings.upstreams)
+    if not targets:
+        return None
+    watch = UpstreamWatch(targets, every_s=settings.upstream_poll_s)
+    node.upstreams = watch
+    node.sections["upstreams"] = watch.section
     watch.start()
     return watch
 

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from agent.engine.types import QOS_CLASSES
 from agent.latency import Latencies
 from agent.memory.metrics import MemoryCollector
+from agent.upstream_metrics import UpstreamCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +71,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(node))
         self.registry.register(MemoryCollector(node))
+        self.registry.register(UpstreamCollector(node))
         model = ("model_name",)
         self.ttft = Histogram(
             "vllm:time_to_first_token_seconds",

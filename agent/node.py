@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from agent.engine.types import Engine
     from agent.memory.watch import MemoryWatch
+    from agent.upstream_watch import UpstreamWatch
 
 # The API loop stamps itself once a second; a loop that has not for so long is stuck.
 STUCK_S = 30
@@ -25,12 +26,13 @@ class Node:
 
     __slots__ = (
         "beat_ns", "draining", "engine", "failure", "memory", "names", "progress", "sections",
-        "stage",
+        "stage", "upstreams",
     )  # fmt: skip
 
     def __init__(self, beat_ns: int) -> None:
         self.engine: Engine | None = None
         self.memory: MemoryWatch | None = None
+        self.upstreams: UpstreamWatch | None = None
         # What other parts of the agent report about themselves, by name; None: not running here.
         self.sections: dict[str, Callable[[], Mapping[str, object] | None]] = {}
         self.names: tuple[str, ...] = ()

@@ -40,6 +40,10 @@ def report_routes(node: Node, metrics: Metrics) -> list[Route]:
     async def summary(_request: Request) -> Response:
         return answer(200, summary_of(node, metrics))
 
+    async def upstreams(_request: Request) -> Response:
+        reports = node.upstreams.reports if node.upstreams else {}
+        return answer(200, {"upstreams": [report.plain() for report in reports.values()]})
+
     async def heatmap(request: Request) -> Response:
         watch = node.memory
         if watch is None:
@@ -54,6 +58,7 @@ def report_routes(node: Node, metrics: Metrics) -> list[Route]:
     return [
         Route("/v1/node/summary", summary),
         Route("/v1/node/topology", topology),
+        Route("/v1/node/upstreams", upstreams),
         Route("/v1/node/heatmap", heatmap),
         Route("/v1/node/heatmap.svg", heatmap),
         Route("/v1/node/heatmap.png", heatmap),

@@ -98,7 +98,8 @@ class MemoryWatch:
                 if self.failures == 1:
                     log.warning("memory cannot be read: %s: %s", type(problem).__name__, problem)
                 return
-            self.heat.observe(self.latest.at_unix_s, self.latest.shares())
+            others = self._node.upstreams.shares() if self._node.upstreams else {}
+            self.heat.observe(self.latest.at_unix_s, self.latest.shares() | others)
 
     def _sample(self) -> Topology:
         host = self._read_host()

@@ -10,6 +10,8 @@ import sys
 import httpx
 import pytest
 
+from agent.upstream import Capabilities, Model, load_of
+from agent.upstream_watch import ask, probe
 from tests.blackbox import tiny_model
 from tests.blackbox.node import WAIT_S, AgentProcess
 
@@ -64,6 +66,18 @@ def test_greedy_answers_are_the_same_streamed_and_whole(agent):
     assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert usage["prompt_tokens"] == len(choice["prompt_token_ids"])
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_probe_sees_what_the_agent_can(agent):
+    report = ask("tiny", agent.url, agent.client)
+    assert (report.healthy, report.load) == (True, None), "its metrics are on the admin door"
+    assert report.models == (Model("tiny", 4096),)
+    assert probe(agent.url, "tiny", agent.client) == Capabilities(
+        token_ids=True, usage=True, stream_usage=True, prefix_cache=True
+    )
+    load = load_of(agent.admin.get("/metrics").text)
+    assert (load.kind, load.running, load.waiting) == ("tongguan", 0, 0)
+    assert load.prefix_hit > 0
 
 
 def test_max_tokens_ends_with_length(agent):
