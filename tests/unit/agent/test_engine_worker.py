@@ -5,6 +5,7 @@ import torch
 
 from agent.engine.load import load_engine
 from agent.engine.types import ContextExceeded, EngineClosed, QueueFull, Sampling
+from kernels.cpu import AVAILABLE
 from tests.unit.agent.engine_kit import (
     CONTEXT,
     TOKENS,
@@ -122,6 +123,16 @@ def test_a_repeated_prompt_is_taken_from_the_cache(make):
     assert again.token_ids == first.token_ids
     stats = engine.stats()
     assert (stats.prefix_tokens_queried_total, stats.prefix_tokens_hit_total) == (200, 96)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_a_step_that_reads_without_picking(make, dtype):
+    """A prompt longer than a step: the steps before its last one want no logits."""
+    if dtype == "int4" and not AVAILABLE:
+        pytest.skip("capability: a CPU with AVX2 and the extension kernels.cpu")
+    engine = make(dtype=dtype, prefill_tokens=32)
+    got = collect(engine, random_prompt(6, 100), Sampling(3, temperature=0.0))
+    assert (got.finish, len(got.token_ids)) == ("length", 3)
 
 
 def test_another_tenants_prefix_is_not_found(make):
