@@ -11,12 +11,10 @@ note of the RFC 6962 tree over all lines before it (only Ed25519 signatures are 
 
 # fmt: off
 from __future__ import annotations
-
 import base64, hashlib, hmac, json, re, sys
 from functools import reduce
 from pathlib import Path
 from typing import Any
-
 CLASSES = ("truncated gap duplicate_seq content_mismatch link_mismatch unsigned_range key_unknown "
            "malformed half_line two_records_one_line version_unknown checkpoint_mismatch fork "
            "heartbeat_missing").split()
@@ -254,7 +252,7 @@ class Chain:
             mac = mac_of(self.log.seeds, record, self.key_id, rest)
             if mac not in (None, record["new_key_mac"]): self.find("content_mismatch", seq, "new")
         elif kind == "pruned":
-            self.log.pruned[record.get("of_origin", self.origin)] = record["upto"]
+            self.log.pruned.add((record.get("of_origin", self.origin), record["upto"]))
         elif kind in ("segment_end", "closed"):
             self.ids, self.closed = (record["ids_sha256"], seq), kind == "closed"
     def problem_of(self, record: dict[str, Any], seq: int) -> str:
@@ -293,7 +291,7 @@ class Log:
     def __init__(self, path: Path, seeds: dict[str, bytes], keys: list[Key]) -> None:
         self.path, self.seeds, self.keys = path, seeds, keys
         self.pinned = [key for key in keys if key[2] == 1]
-        self.findings, self.chains, self.pruned = list[Any](), list[Chain](), dict[str, int]()
+        self.findings, self.chains, self.pruned = list[Any](), list[Chain](), set[Any]()
     def find(self, cls: str, origin: str, seq: int, note: str, at: int) -> None:
         self.findings.append((cls == "truncated", at, seq, len(self.findings), cls, origin, note))
     def check(self, parts: dict[str, Any]) -> None:
@@ -311,8 +309,9 @@ class Log:
                 self.check_chain(self.chains[-1], path, tails.get(path.name))
             except OSError as problem: self.find("io_error", path.name, 0, str(problem), number)
         if not paths: self.find("truncated", "", 0, "no chain here", 0)
-        gone = {tails[name]["of_origin"] for name in tails.keys() - names} if not parts else set()
-        self.check_across(gone | (parts.keys() - names))
+        gone = {} if parts else {
+            tails[n]["of_origin"]: tails[n]["last_seq"] + 1 for n in tails.keys() - names}
+        self.check_across(gone | dict.fromkeys(parts.keys() - names, 0))
     def check_chain(self, chain: Chain, path: Path, tail: dict[str, Any] | None) -> None:
         name = ""
         for file in sorted(path.glob("*.log"), key=lambda f: (len(f.name) == 24, f.name)):
@@ -336,26 +335,28 @@ class Log:
             ids, seq = chain.ids or (found, 0)
             if ids != found: chain.find("content_mismatch", seq, "the side file of token ids")
         chain.finish(tail, name)
-    def check_across(self, missing: set[str]) -> None:
+    def check_across(self, missing: dict[str, int]) -> None:  # by origin, known sizes
         origins: dict[str, Chain] = {}
         for chain in self.chains:
-            known = (0, self.pruned.get(chain.origin), chain.part.get("first"))
-            if chain.begin not in known: chain.find("gap", 0, f"0 to {chain.begin - 1} are missing")
+            known = chain.begin in (0, chain.part.get("first"))
+            known = known or (chain.origin, chain.begin) in self.pruned
+            if not known: chain.find("gap", 0, f"0 to {chain.begin - 1} are missing")
             twin = origins.setdefault(chain.origin, chain)
             if twin is not chain and chain.origin:
                 same = twin.high == chain.high and twin.mac == chain.mac
                 chain.find("duplicate_seq" if same else "fork", 0, f"the origin of {twin.name}")
-        for chain in [chain for chain in self.chains if "prev_origin" in chain.genesis]:
-            before, since = origins.get(chain.genesis["prev_origin"]), int(chain.genesis["wall_ns"])
-            note = chain.genesis.get("prev_note_sha256")
+        for chain, first in [(c, c.genesis) for c in self.chains if "prev_origin" in c.genesis]:
+            origin, size, note = map(first.get, ("prev_origin", "prev_size", "prev_note_sha256"))
+            before, since = origins.get(origin), int(first["wall_ns"])
             if before is None:  # of a bundle, what ended before its time is not asked for
-                missing |= {chain.genesis["prev_origin"]} if since > self.from_ns else set()
-            elif before.high < chain.genesis["prev_size"]:
+                missing[origin] = max(missing.get(origin, -1), size if since > self.from_ns else -1)
+            elif before.high < size:
                 before.find("truncated", before.high, f"{chain.name} saw more of it")
             elif before.last_note and note not in (None, before.last_note[0]) and not any(
                     finding[1] == before.number for finding in self.findings):
                 before.find("checkpoint_mismatch", before.last_note[1], f"{chain.name} saw another")
-        for origin in missing - self.pruned.keys():
+        for origin in [o for o in missing
+                       if max((n for of, n in self.pruned if of == o), default=-1) < missing[o]]:
             self.find("truncated", origin, 0, "this chain is missing", len(self.chains))
     def check_proof(self, text: str, number: int) -> None:
         try:  # a line that came alone, with its path to a signed root
