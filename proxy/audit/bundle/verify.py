@@ -19,8 +19,7 @@ CLASSES = ("truncated gap duplicate_seq content_mismatch link_mismatch unsigned_
            "malformed half_line two_records_one_line version_unknown checkpoint_mismatch fork "
            "heartbeat_missing").split()
 CODES = {"ok": 0, "ok_public": 0, "io_error": 3} | {c: 10 + n for n, c in enumerate(CLASSES)}
-LINE_MAX = 1 << 20
-sha256, decode64 = hashlib.sha256, base64.b64decode
+LINE_MAX, sha256, decode64 = 1 << 20, hashlib.sha256, base64.b64decode
 # --- Ed25519: RFC 8032, 5.1. A point is (X, Y, Z, T): x = X/Z, y = Y/Z, xy = T/Z.
 P, L = 2**255 - 19, 2**252 + 27742317777372353535851937790883648493
 D = -121665 * pow(121666, -1, P) % P
@@ -346,8 +345,8 @@ class Log:
                 same = twin.high == chain.high and twin.mac == chain.mac
                 chain.find("duplicate_seq" if same else "fork", 0, f"the origin of {twin.name}")
         for chain, first in [(c, c.genesis) for c in self.chains if "prev_origin" in c.genesis]:
-            origin, size, note = map(first.get, ("prev_origin", "prev_size", "prev_note_sha256"))
-            before, since = origins.get(origin), int(first["wall_ns"])
+            origin, size, since = first["prev_origin"], first["prev_size"], int(first["wall_ns"])
+            before, note = origins.get(origin), first.get("prev_note_sha256")
             if before is None:  # of a bundle, what ended before its time is not asked for
                 missing[origin] = max(missing.get(origin, -1), size if since > self.from_ns else -1)
             elif before.high < size:
