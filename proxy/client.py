@@ -20,34 +20,21 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
-from proxy.errors import ERRORS
 from proxy.http.body import BodyError, model_of
 from proxy.keys.file import KeyFileError, read
-from proxy.sm4.answer import AnswerOpener
+from proxy.sm4.caller import CLEAR_BYTES_MAX, HINTS, answer_opener, clear_code, seal_whole
 from proxy.sm4.cipher import NONCE_BYTES
-from proxy.sm4.envelope import MEDIA_TYPE, EnvelopeError, RequestPrelude, media_type
+from proxy.sm4.envelope import MEDIA_TYPE, EnvelopeError, RequestPrelude
 from proxy.sm4.keyring import EnvelopeKey, Keyring
-from proxy.sm4.sealer import EVENT_STREAM, RequestSealer, SingleTooLargeError
+from proxy.sm4.sealer import EVENT_STREAM, RequestSealer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from proxy.sm4.answer import AnswerOpener
+
 # Outer fields that pass in clear, beside those that this transport sets itself.
 _OUTER_FIELDS = ("traceparent", "tracestate", "x-request-id")
-# Outer fields of an answer that the application sees, as hints.
-_HINTS = (
-    "date",
-    "retry-after",
-    "server-timing",
-    "x-qos-class",
-    "x-qos-pool",
-    "x-request-id",
-    "x-should-retry",
-    "x-tongguan-error",
-    "x-trace-id",
-)
-# How much of an unsealed answer is looked at for one of our error codes.
-_CLEAR_BYTES_MAX = 16 << 10
 
 
 class SealError(httpx.LocalProtocolError):
@@ -111,7 +98,7 @@ class _Channel:
                 now_ms=now_ms,
                 signer=derived.signer() if self._sign else None,
             )
-            wire = _seal_body(sealer, prelude, body)
+            wire = seal_whole(sealer, prelude, body)
         except BodyError as problem:
             raise SealError(
                 f"the body's model cannot be read: {problem}", request=request
@@ -138,14 +125,6 @@ class _Channel:
         return outer, sealer
 
 
-def _seal_body(sealer: RequestSealer, prelude: RequestPrelude, body: bytes) -> bytes:
-    try:
-        return sealer.single(prelude, body)
-    except SingleTooLargeError:
-        stream = sealer.stream(prelude)
-        return stream.head() + stream.last(body)
-
-
 class _StreamMember(msgspec.Struct):
     stream: Any = None
 
@@ -158,25 +137,8 @@ def _wants_stream(body: bytes) -> bool:
         return False
 
 
-class _ErrorMember(msgspec.Struct):
-    code: Any = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorMember
-
-
-def _clear_code(body: bytes) -> str | None:
-    """Return our error code that an unsealed answer names; its text is nobody's word."""
-    try:
-        code = msgspec.json.decode(body, type=_ErrorBody).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return code if isinstance(code, str) and code in ERRORS else None
-
-
 def _unsealed(status: int, body: bytes) -> AnswerError:
-    code = _clear_code(body)
+    code = clear_code(body)
     named = f" {code}" if code else ""
     return AnswerError(f"unsealed answer: HTTP {status}{named}", status=status, code=code)
 
@@ -189,11 +151,9 @@ def _refused(problem: EnvelopeError, status: int) -> AnswerError:
 
 def _opener(sealer: RequestSealer, outer: httpx.Response) -> AnswerOpener | None:
     """Return what opens this answer, or None if it is not sealed."""
-    kind = media_type(outer.headers.get("content-type", ""))
-    if kind != MEDIA_TYPE and not (kind == EVENT_STREAM and outer.status_code == 200):
-        return None
-    return AnswerOpener(
-        sealer, outer.headers.get("content-type"), outer.headers.get("content-encoding")
+    fields = outer.headers
+    return answer_opener(
+        sealer, outer.status_code, fields.get("content-type"), fields.get("content-encoding")
     )
 
 
@@ -205,7 +165,7 @@ def _response(
 ) -> httpx.Response:
     prelude = opener.prelude
     assert prelude is not None
-    headers = [(name, outer.headers[name]) for name in _HINTS if name in outer.headers]
+    headers = [(name, outer.headers[name]) for name in HINTS if name in outer.headers]
     if prelude.content_type:
         headers.append(("content-type", prelude.content_type))
     return httpx.Response(
@@ -314,7 +274,7 @@ class Sm4Transport(httpx.BaseTransport):
             clear = b""
             for data in source:
                 clear += data
-                if len(clear) > _CLEAR_BYTES_MAX:
+                if len(clear) > CLEAR_BYTES_MAX:
                     break
             raise _unsealed(outer.status_code, clear)
         begun: list[bytes] = []
@@ -369,7 +329,7 @@ class AsyncSm4Transport(httpx.AsyncBaseTransport):
             clear = b""
             async for data in source:
                 clear += data
-                if len(clear) > _CLEAR_BYTES_MAX:
+                if len(clear) > CLEAR_BYTES_MAX:
                     break
             raise _unsealed(outer.status_code, clear)
         begun: list[bytes] = []
