@@ -22,6 +22,10 @@ class Clock(Protocol):
         """Unix time, nanoseconds; as `wall_ms`."""
         ...
 
+    def sealing_ms(self) -> int:
+        """Unix time, milliseconds, as the system has it now: a corrected clock counts at once."""
+        ...
+
     def mono_ns(self) -> int:
         """Monotonic time, nanoseconds; its zero means nothing."""
         ...
@@ -54,6 +58,10 @@ class SystemClock:
         """Unix time in milliseconds that never steps back in this process."""
         return self.wall_ns() // 1_000_000
 
+    def sealing_ms(self) -> int:
+        """Unix time in milliseconds as the system has it, for what others will judge."""
+        return time.time_ns() // 1_000_000
+
     def behind_ms(self) -> int:
         """Return how far the wall clock lies behind this one, in milliseconds (0 if not)."""
         return max(0, (self.wall_ns() - time.time_ns()) // 1_000_000)
@@ -73,6 +81,10 @@ class ManualClock:
         return self._wall_ns
 
     def wall_ms(self) -> int:
+        """Return the wall time that was set."""
+        return self._wall_ns // 1_000_000
+
+    def sealing_ms(self) -> int:
         """Return the wall time that was set."""
         return self._wall_ns // 1_000_000
 

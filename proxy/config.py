@@ -23,7 +23,7 @@ from proxy.config_address import FIELD_VALUE, split_address, split_endpoint, spl
 from proxy.config_audit import Audit, audit_problems
 from proxy.config_doors import Doors, doors_problems
 from proxy.config_keys import Envelope, Keys, envelope_problems, keys_problems
-from proxy.config_pools import Pool, Pools, pools_problems
+from proxy.config_pools import Pool, Pools, Seal, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
 from proxy.config_tls import Tls
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
@@ -40,6 +40,7 @@ __all__ = [
     "Pools",
     "Qos",
     "Rule",
+    "Seal",
     "Settings",
     "Tenant",
     "Timeouts",
@@ -83,6 +84,9 @@ class Limits:
     fields: int = setting(128, "header fields", ge=8, le=1024)
     body_bytes: int = setting(32 << 20, "a request body", ge=1024)
     collect_bytes: int = setting(1 << 20, "a body up to this is read whole, then sent", ge=0)
+    sealing_bytes: int = setting(
+        64 << 20, "bodies above collect_bytes held until they are sealed, together", ge=0
+    )
     discard_bytes: int = setting(64 << 20, "read and dropped after an early answer", ge=0)
     event_bytes: int = setting(1 << 20, "an SSE line the observer follows", ge=1024)
     lent_streams: int = setting(

@@ -8,6 +8,22 @@ from typing import ClassVar
 from proxy.config_address import FIELD_VALUE, split_endpoint
 from proxy.settings import setting
 
+OVERFLOWS_TO = {"dedicated": "shared", "shared": "best_effort"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """Sealing on the way out, to the sealed doors of the next hop."""
+
+    keys: tuple[str, ...] = setting(
+        (), "clients' key files, one for each endpoint in order, or one for all; empty: in clear"
+    )
+    mac: bool = setting(False, "add an SM3-HMAC where the key does not demand it")
+    sign: bool = setting(True, "sign where the key file has a private key")
+    events: bool = setting(
+        False, "ask for streamed answers as event streams where the app's Accept does not"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -26,6 +42,7 @@ class Pool:
     idle_connections: int = setting(64, "idle connections kept", ge=0)
     keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
     retry_percent: float = setting(10.0, "requests sent a second time; 0: none", ge=0, le=100)
+    seal: Seal = field(default_factory=Seal)
     overflow: bool = setting(False, "what finds no place goes on: P0 to shared, P1 to best_effort")
     eject_errors: int = setting(5, "errors in a row that eject an endpoint; 0: never", ge=0)
     eject_slow_factor: float = setting(
@@ -60,4 +77,30 @@ def pools_problems(pools: Pools) -> list[str]:
                 split_endpoint(endpoint)
             except ValueError as problem:
                 problems.append(f"pools.{name}.endpoints: {problem}")
+        problems.extend(_seal_problems(pools, name))
+    return problems
+
+
+def _seal_problems(pools: Pools, name: str) -> list[str]:
+    pool: Pool = getattr(pools, name)
+    problems = []
+    if pool.seal.keys:
+        if len(pool.seal.keys) not in {1, len(pool.endpoints)}:
+            problems.append(
+                f"pools.{name}.seal.keys: expected one file, or one for each of the "
+                f"{len(pool.endpoints)} endpoints"
+            )
+        if pool.authorization_file:
+            problems.append(
+                f"pools.{name}.authorization_file: beside an envelope it would travel in clear; "
+                "the next hop has its own for its upstream"
+            )
+    other = OVERFLOWS_TO.get(name)
+    if other is not None and pool.overflow and pool.seal.keys:
+        taker: Pool = getattr(pools, other)
+        if not taker.seal.keys:
+            problems.append(
+                f"pools.{name}.overflow: {other} does not seal, so what overflows would leave "
+                "in clear"
+            )
     return problems

@@ -27,7 +27,10 @@ from proxy.qos.classes import CLASSES, POOL_OF
 from proxy.qos.pools import Ejection, Endpoint, PoolState, State
 from proxy.qos.rules import rules_of
 from proxy.retry import Retries
-from proxy.sm4.budget import Budget
+from proxy.sealing import all_keys
+from proxy.sealing import take as take_sealing
+from proxy.sm4.budget import Budget, Held
+from proxy.sm4.keyring import Keyring
 from proxy.verifying import SignatureWorker
 
 if TYPE_CHECKING:
@@ -131,6 +134,8 @@ class Context:
         self.budget = Budget(settings.envelope.unverified_bytes)
         self.signatures = SignatureWorker(loop, settings.envelope.signature_queue)
         self.shared_replay: SharedReplay | None = None
+        self.sealing = Held(limits.sealing_bytes)
+        self.sealing_ring = Keyring(())
         self.observing = Observing(
             enabled=False,
             plain_hashes=settings.audit.prompt_hash_mode == "plain",
@@ -161,6 +166,7 @@ class Context:
         """
         settings, keys = loaded.settings, loaded.keys
         made = Context(settings, self.clock, self.loop, self.machine)
+        self.sealing_ring.check(all_keys(loaded.sealing))
         receiver = self.receiver
         if receiver is not None and keys is not None:
             if loaded.plan is None:
@@ -188,6 +194,9 @@ class Context:
         self.budget = before.budget
         self.signatures = before.signatures
         self.shared_replay = before.shared_replay
+        self.sealing = before.sealing
+        self.sealing.limit_bytes = self.settings.limits.sealing_bytes
+        self.sealing_ring = before.sealing_ring
         self.observing = before.observing
         self.observing.event_bytes = self.settings.limits.event_bytes
         self.draining = before.draining
@@ -209,6 +218,7 @@ class Context:
                 tls=loaded.trust.get(name),
             )
             route.state, route.upstreams, route.retries = old.state, old.upstreams, old.retries
+        take_sealing(self.sealing_ring, self.routes.values(), loaded.sealing)
         self.gates, self.turnstiles = before.gates, before.turnstiles
         self.gates.renew(self.settings)
 

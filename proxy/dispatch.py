@@ -1,6 +1,7 @@
 """Sending a request on: an endpoint of its pool, a connection to it, and again where that is safe.
 
-The layer between taking a request (`Reception`) and its answer (`Relay`): it asks the pool for an
+The layer between taking a request (`Reception`; `Outbound`, where it is sealed on the way out) and
+its answer (`Relay`): it asks the pool for an
 endpoint, leases a connection, writes the request, and when that fails before an answer does what
 the table in `retry` says. What an endpoint did is reported back to the pool.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.errors import RequestError
 from proxy.exchange import End, Progress
-from proxy.reception import Reception
+from proxy.outbound import Outbound
 from proxy.retry import Attempt
 
 if TYPE_CHECKING:
@@ -23,15 +25,11 @@ WAITING = Progress.WAITING
 NONE_TRIED: frozenset[str] = frozenset()
 
 
-class Dispatch(Reception):
+class Dispatch(Outbound):
     """The layer that sends a request on. `_payload` is all of it, or its head and first bytes."""
 
-    _body_whole = False
-    _streaming = False
     _payload = b""
-    _pieces: list[bytes]  # of a body that waits: to be whole, or for a connection
     _endpoint: Endpoint | None = None
-    _connection: UpstreamConnection | None = None
     _again = False  # it is being sent for the second time
     _probe = False  # it tries an endpoint that is not healthy
     _fault = False  # how it ended was the endpoint's fault
@@ -44,9 +42,6 @@ class Dispatch(Reception):
 
     # -- what `Relay` does with an answer, or with none
 
-    def upstream_head(self, head: ResponseHead) -> None:
-        """See `Lessee`."""
-
     def may_switch(self, head: ResponseHead) -> bool:
         """See `Lessee`."""
         raise AssertionError(head.status)
@@ -54,18 +49,6 @@ class Dispatch(Reception):
     def upstream_switches(
         self, connection: UpstreamConnection, head: ResponseHead, early: bytes
     ) -> None:
-        """See `Lessee`."""
-
-    def upstream_whole(self, head: ResponseHead, body: bytes) -> None:
-        """See `Lessee`."""
-
-    def upstream_body(self, data: bytes) -> None:
-        """See `Lessee`."""
-
-    def upstream_pause(self) -> None:
-        """See `Lessee`."""
-
-    def upstream_end(self) -> None:
         """See `Lessee`."""
 
     def _close(self, end: End) -> None:
@@ -101,7 +84,8 @@ class Dispatch(Reception):
         overflow = lane.overflow
         if overflow is not None and self._spill(overflow):
             self._move(overflow)
-            self._lease()
+            if not self.closed:
+                self._lease()
             return None
         if endpoint is None:
             self._close(End.NO_UPSTREAM)
@@ -117,7 +101,13 @@ class Dispatch(Reception):
             asked, body = body, self.unask()
             length = b"Content-Length: %d\r\n"
             framing = framing.replace(length % len(asked), length % len(body))
-        self._payload = self._head(lines, framing) + body
+        if not lane.seals:
+            self._payload = self._head(lines, framing) + body
+            return
+        try:
+            self.prepare_to_seal(body)
+        except RequestError as problem:
+            self.refuse(problem, keep=True)
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
         """See `Lessee`."""
@@ -131,6 +121,9 @@ class Dispatch(Reception):
         self._connection = connection
         self.dispatch_ns = now_ns
         self.progress = WAITING
+        if self._to_seal is not None or connection.endpoint.sealed:
+            self.send_sealed(connection, now_ns)
+            return
         if self._streaming:
             pieces, self._pieces = self._pieces, []
             connection.write(b"".join((self._payload, *pieces)))
@@ -199,6 +192,14 @@ class Dispatch(Reception):
         # An idle connection may end at any time: that says nothing about its server.
         self._fault = answered or not reused or end is not End.UPSTREAM_RESET
         self._close(end)
+
+    def no_envelope(self, problem: RequestError, *, fault: bool) -> None:
+        """See `Outbound`."""
+        self._fault = self._fault or fault
+        if self.progress > WAITING:
+            self._close(End.UPSTREAM_ENVELOPE)
+        else:
+            self.refuse(problem, keep=True)
 
     # -- what the pool is told
 

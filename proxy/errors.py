@@ -35,6 +35,7 @@ Code = Literal[
     "envelope_busy",
     "upstream_reset",
     "upstream_protocol",
+    "upstream_envelope",
     "upstream_timeout",
     "internal_error",
 ]
@@ -84,6 +85,7 @@ ERRORS = _table(
     ErrorKind("envelope_busy", 503, "overloaded_error", "shed", "local"),
     ErrorKind("upstream_reset", 502, "server_error", "upstream_error", "upstream"),
     ErrorKind("upstream_protocol", 502, "server_error", "upstream_error", "upstream"),
+    ErrorKind("upstream_envelope", 502, "server_error", "upstream_error", "upstream"),
     ErrorKind("upstream_timeout", 504, "timeout_error", "timeout", "upstream"),
     ErrorKind("internal_error", 500, "server_error", "upstream_error", "local"),
 )

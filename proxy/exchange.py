@@ -41,6 +41,7 @@ class End(Enum):
     NO_UPSTREAM = "no_upstream"
     UPSTREAM_RESET = "upstream_reset"
     UPSTREAM_PROTOCOL = "upstream_protocol"
+    UPSTREAM_ENVELOPE = "upstream_envelope"  # what came is no envelope for this request
     UPSTREAM_TIMEOUT = "upstream_timeout"
     DRAIN_EXPIRED = "drain_expired"
 
@@ -72,6 +73,7 @@ _ENDS: dict[End, tuple[Outcome, Outcome, Code | None, bool]] = {
     End.NO_UPSTREAM: ("upstream_error", "upstream_error", "no_upstream", True),
     End.UPSTREAM_RESET: ("upstream_error", "truncated", "upstream_reset", True),
     End.UPSTREAM_PROTOCOL: ("upstream_error", "truncated", "upstream_protocol", True),
+    End.UPSTREAM_ENVELOPE: ("upstream_error", "truncated", "upstream_envelope", True),
     End.UPSTREAM_TIMEOUT: ("timeout", "timeout", "upstream_timeout", True),
     End.DRAIN_EXPIRED: ("shed", "truncated", "draining", True),
 }

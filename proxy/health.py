@@ -107,7 +107,13 @@ class Health:
             notes.append("sealed_door_closed")
         if self.keys is not None:
             notes += self.keys.notes(self._clock.wall_ms())
+        now_ms = self._clock.sealing_ms()
         for name, route in context.routes.items():
+            notes.extend(
+                f"no_sealing_key: {url} of {name}"
+                for url, recipient in route.recipients.items()
+                if not recipient.in_time(now_ms)
+            )
             notes.extend(
                 f"endpoint_{STATE_NAMES[endpoint.state]}: {endpoint.url} of {name}"
                 for endpoint in route.state.endpoints

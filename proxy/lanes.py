@@ -18,6 +18,7 @@ from proxy.qos.pools import PoolState
 from proxy.qos.ratelimit import TokenBucket
 from proxy.qos.rules import Rule
 from proxy.retry import Retries
+from proxy.sm4.caller import Recipient
 
 # Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
 OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
@@ -28,7 +29,8 @@ class Route:
     """One pool: its places, its connections, and what it adds to a request's head.
 
     `qos`: the class it is for. `host` replaces the client's, if set; `endpoint_host` is for
-    requests that came without one; `authorization` is a whole field line, or empty.
+    requests that came without one; `authorization` is a whole field line, or empty; `recipients`
+    has those of its endpoints, by URL, that are sealed to.
     """
 
     name: PoolName
@@ -39,6 +41,12 @@ class Route:
     retries: Retries
     endpoint_host: bytes
     authorization: bytes = field(default=b"", repr=False)
+    recipients: dict[str, Recipient] = field(default_factory=dict)
+
+    @property
+    def seals(self) -> bool:
+        """Say whether its requests are sealed on the way out."""
+        return bool(self.settings.seal.keys)
 
     @property
     def host(self) -> bytes:
@@ -62,6 +70,8 @@ class Lane:
     duration: Histogram
     first_byte: Histogram
     overflow: Lane | None = None  # the same request in the pool that takes what this one cannot
+    seals: bool = False  # sealed on the way out
+    may_seal: bool = False  # that, or where it overflows to it is
 
 
 @dataclass(slots=True)
@@ -166,4 +176,6 @@ def _lane(
         duration=duration,
         first_byte=first_byte,
         overflow=overflow,
+        seals=route.seals,
+        may_seal=route.seals or (overflow is not None and overflow.seals),
     )

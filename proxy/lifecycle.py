@@ -26,6 +26,8 @@ from proxy.lending import Lender
 from proxy.limits import LimitsPoll
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
+from proxy.sealing import drop_expired
+from proxy.sealing import take as take_sealing
 from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
@@ -122,6 +124,7 @@ class Sidecar:
             context.routes[name].authorization = field
         for name, trusted in loaded.trust.items():
             context.routes[name].upstreams.tls = trusted
+        take_sealing(context.sealing_ring, context.routes.values(), loaded.sealing)
         keys = context.keys = loaded.keys
         watch = self._health.keys = self._source.watch
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
@@ -253,8 +256,11 @@ class Sidecar:
             if context.audit is not None:
                 context.audit.watch()
             context.judge_pools(now_ns)
-            if context.receiver is not None and self._ticks % DROP_KIDS_EVERY_TICKS == 0:
-                context.receiver.keyring.drop_expired(self._clock.wall_ms())
+            if self._ticks % DROP_KIDS_EVERY_TICKS == 0:
+                if context.receiver is not None:
+                    context.receiver.keyring.drop_expired(self._clock.wall_ms())
+                now_ms = self._clock.sealing_ms()
+                drop_expired(context.sealing_ring, context.routes.values(), now_ms)
             for connections in context.connections.values():
                 for connection in list(connections):
                     connection.check_total(now_ns)

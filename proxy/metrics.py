@@ -85,6 +85,8 @@ class Counters:
         self.connections_refused = 0
         self.envelopes_opened = 0
         self.envelope_failures: dict[str, int] = {}
+        self.requests_sealed: dict[str, int] = {}  # attempts, by pool
+        self.answer_failures: dict[tuple[str, str], int] = {}  # by pool and outcome class
         self.alarms = 0
         self.retries = 0
         self.tunnels = 0
@@ -103,6 +105,7 @@ class Counters:
 LIMITS = (
     "limits.head_bytes",
     "limits.body_bytes",
+    "limits.sealing_bytes",
     "limits.discard_bytes",
     "envelope.unverified_bytes",
     "envelope.signature_queue",

@@ -158,7 +158,7 @@ class Reception(Replier):
         overflow = lane.overflow
         if overflow is not None and self._spill(overflow):
             self._move(overflow)
-            return True
+            return not self.closed
         self._line_up(tier, body)
         return False
 

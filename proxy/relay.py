@@ -109,7 +109,10 @@ class Relay(Lending):
         if upgrade is not None and intake is None:
             self._upgrade = upgrade
             framing = b"Connection: upgrade\r\nUpgrade: %b\r\n%b" % (upgrade, framing)
-        self._payload = self._head(lines, framing) + body
+        if self.lane.seals:
+            self.prepare_to_seal(body)
+        else:
+            self._payload = self._head(lines, framing) + body
         if self.lane.overflow is not None:
             self._parts = lines, framing, body
         if self._enter(body):
@@ -130,8 +133,17 @@ class Relay(Lending):
 
     def _stream_request(self) -> None:
         """Send a large body through as it comes; it cannot be sent a second time."""
-        request = self.request
+        request, lane = self.request, self.lane
+        if lane.may_seal and self.hold_to_seal():
+            return
         self._streaming = True
+        if lane.seals:
+            self.observe_begins(self._pieces)
+            self.prepare_to_seal(b"")
+            self.downstream.hold_body(hold=True)
+            if self._enter(b""):
+                self._lease()
+            return
         self._upstream_chunked = request.content_length is None
         self.observe_begins(self._pieces)
         if self._upstream_chunked:
@@ -140,13 +152,16 @@ class Relay(Lending):
         else:
             framing = b"Content-Length: %d\r\n\r\n" % (request.content_length or 0)
         self._payload = self._head(request.lines, framing)
-        if self.lane.overflow is not None:
+        if lane.overflow is not None:
             self._parts = request.lines, framing, b""
         self.downstream.hold_body(hold=True)
         if self._enter(b""):
             self._lease()
 
     def _send_piece(self, data: bytes, *, framed: bool = False) -> None:
+        if self._to_seal is not None:
+            self.send_sealed_piece(data)
+            return
         if self._upstream_chunked and not framed:
             data = frame(data)
         if self._connection is None:
@@ -383,6 +398,8 @@ class Relay(Lending):
             self._endpoint = None
         if self._intake is not None:
             self._intake.release()
+        if self._to_seal is not None or self._sealing_held:
+            self.give_back_sealing()
         now_ns = self.end_ns = context.clock.mono_ns()
         if endpoint is not None and (endpoint.watch or self._fault):
             self._report(endpoint, answered=outcome == "ok")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from proxy.config import Settings, read
 from proxy.connector import trust
+from proxy.sealing import read_keys, sealing_problems
 from proxy.settings import FILE_NAME, SettingsError, file_mark, flat, one_line
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from proxy.keys.provider import KeyProvider, KeySet
     from proxy.keys.watch import KeyWatch
     from proxy.qos.classes import PoolName
+    from proxy.sealing import KeysByUrl
     from proxy.sm4.keyring import Plan
     from proxy.tls_context import Loaded as LoadedTls
 
@@ -58,6 +60,7 @@ class Loaded:
     authorization: Mapping[PoolName, bytes] = field(repr=False)
     trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
     tls: LoadedTls | None = field(default=None, repr=False)
+    sealing: Mapping[PoolName, KeysByUrl] = field(default_factory=dict, repr=False)
     kept: tuple[str, ...] = ()
     plan: Plan | None = field(default=None, repr=False)
 
@@ -78,6 +81,7 @@ class Source:
         problems: list[str] = []
         authorization: dict[PoolName, bytes] = {}
         trusted: dict[PoolName, ssl.SSLContext] = {}
+        sealing: dict[PoolName, KeysByUrl] = {}
         for name in POOLS:
             pool: Pool = getattr(settings.pools, name)
             try:
@@ -85,6 +89,11 @@ class Source:
                     trusted[name] = trust(pool.ca_file)
             except OSError as problem:  # ssl.SSLError is one
                 problems.append(f"pools.{name}.ca_file: {problem}")
+            try:
+                if pool.seal.keys:
+                    sealing[name] = read_keys(name, pool)
+            except SettingsError as problem:
+                problems += problem.problems
             file = pool.authorization_file
             try:
                 secret = one_line(file, f"pools.{name}.authorization_file")
@@ -92,6 +101,7 @@ class Source:
                 problems += problem.problems
                 continue
             authorization[name] = b"Authorization: " + secret + b"\r\n" if secret else b""
+        problems += sealing_problems(sealing)
         keys: KeySet | None = None
         try:
             keys = self._keys()
@@ -104,9 +114,9 @@ class Source:
             problems += problem.problems
         if problems:
             raise SettingsError(problems)
-        loaded = Loaded(settings, keys, authorization, trusted, tls)
+        loaded = Loaded(settings, keys, authorization, trusted, tls, sealing)
         if self._first is None:
-            self._first = loaded
+            self._first = dataclasses.replace(loaded, sealing={})  # it keeps no root
         return loaded
 
     def again(self) -> Loaded:
@@ -197,7 +207,7 @@ class Source:
         names = []
         for name in POOLS:
             pool: Pool = getattr(settings.pools, name)
-            names += [pool.authorization_file, pool.ca_file]
+            names += [pool.authorization_file, pool.ca_file, *pool.seal.keys]
         found = [Path(name) for name in names if name]
         row = self._start.tls
         found += [Path(name) for name in (row.certificate, row.key, row.client_ca) if name]

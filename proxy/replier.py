@@ -42,6 +42,7 @@ MESSAGES: dict[Code, str] = {
     "no_upstream": "no endpoint of the pool accepted a connection",
     "upstream_reset": "the upstream closed the connection before its answer was whole",
     "upstream_protocol": "the upstream's answer is not valid HTTP/1.1",
+    "upstream_envelope": "the next hop's answer is not the envelope that this request asked for",
     "upstream_timeout": "the upstream sent nothing in time",
     "invalid_request": "the rest of the request's body was malformed, too large or too slow",
     "draining": "this sidecar is shutting down",

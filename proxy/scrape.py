@@ -231,6 +231,7 @@ class Collector:
         for reason, count in list(counters.envelope_failures.items()):
             failures.add_metric([reason], count)
         yield failures
+        yield from self._sealing()
         yield CounterMetricFamily(
             "tongguan_proxy_envelopes_opened",
             "Envelopes opened.",
@@ -307,6 +308,36 @@ class Collector:
             "tongguan_proxy_tls_certificate_expiry_timestamp_seconds",
             "When the sealed door's certificate ends.",
             value=counters.tls_certificate_ends_s,
+        )
+
+    def _sealing(self) -> Iterator[Metric]:
+        """What is sealed on the way out."""
+        context = self._context
+        sealed = CounterMetricFamily(
+            "tongguan_proxy_sealed_requests", "Requests sealed to the next hop.", labels=["pool"]
+        )
+        for pool, count in list(context.counters.requests_sealed.items()):
+            sealed.add_metric([pool], count)
+        refused = CounterMetricFamily(
+            "tongguan_proxy_answer_failures",
+            "Answers of the next hop that were no good envelope, by outcome class.",
+            labels=["pool", "reason"],
+        )
+        for row, count in list(context.counters.answer_failures.items()):
+            refused.add_metric(list(row), count)
+        expiry = GaugeMetricFamily(
+            "tongguan_proxy_sealing_key_expiry_timestamp_seconds",
+            "When the last key to seal with to an endpoint ends.",
+            labels=["pool", "endpoint"],
+        )
+        for name, route in context.routes.items():
+            for url, recipient in route.recipients.items():
+                expiry.add_metric([name, url], recipient.until_ms() / 1000)
+        yield from (sealed, refused, expiry)
+        yield GaugeMetricFamily(
+            "tongguan_proxy_sealing_held_bytes",
+            "Large bodies held until they are sealed.",
+            value=context.sealing.held_bytes,
         )
 
     def _audit(self) -> Iterator[Metric]:

@@ -63,12 +63,13 @@ class Endpoint:
     """One upstream address: (host, port), or the path of a unix socket.
 
     `outstanding`: cost of the requests it holds. `watch`: its answers have to be reported, since
-    it is one of several or has failed.
+    it is one of several or has failed. `sealed`: it is sent nothing but envelopes.
     """
 
     url: str
     address: tuple[str, int] | str
     tls: bool = False
+    sealed: bool = False
     outstanding: int = 0
     watch: bool = False
     state: State = HEALTHY

@@ -128,6 +128,11 @@ class AnswerOpener:
         """Whether a stream's last frame has come and was verified."""
         return self._ended
 
+    @property
+    def collecting(self) -> bool:
+        """Whether a single is coming, which is released when it is whole."""
+        return self._header is not None and self._cipher is None
+
     def _feed(self, data: bytes) -> list[bytes]:
         if self._failed:
             raise EnvelopeError("bad_carrier")

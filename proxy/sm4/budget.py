@@ -1,4 +1,4 @@
-"""How much of what nobody has verified yet may be held, over all peers and by one."""
+"""How much may be held of what nobody has verified yet, and of what waits to be sealed."""
 
 from __future__ import annotations
 
@@ -45,3 +45,25 @@ class Budget:
             self._peers[peer] = held
         else:
             self._peers.pop(peer, None)
+
+
+class Held:
+    """Bytes that all requests together hold, up to a limit."""
+
+    __slots__ = ("held_bytes", "limit_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    def take(self, size: int) -> bool:
+        """Take `size` bytes; False (nothing taken) when the limit would be passed."""
+        if self.held_bytes + size > self.limit_bytes:
+            return False
+        self.held_bytes += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Give back bytes that were taken."""
+        self.held_bytes -= size
+        assert self.held_bytes >= 0

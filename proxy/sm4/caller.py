@@ -82,9 +82,13 @@ class Recipient:
                     return derived
         return None
 
-    def last_ms(self) -> int:
-        """Return until when there is a key, unix ms."""
-        return max(not_after_ms for _, not_after_ms, _ in self._rows)
+    def in_time(self, now_ms: int) -> bool:
+        """Say whether a key is valid now, spent or not; changes nothing."""
+        return any(begins <= now_ms <= ends for begins, ends, _ in self._rows)
+
+    def until_ms(self) -> int:
+        """Return when the last of its keys ends, unix ms."""
+        return max(ends for _, ends, _ in self._rows)
 
 
 def pieces(pad: int, body: bytes) -> Iterator[bytes]:

@@ -298,6 +298,11 @@ class RequestSealer:
         return self._derived
 
     @property
+    def signed(self) -> bool:
+        """Whether the request is signed."""
+        return self._signer is not None
+
+    @property
     def model(self) -> bytes:
         """The model id as in the AAD."""
         return self._model
