@@ -68,6 +68,8 @@ def good_value(name, hint, meta, default):
     if typing.get_origin(hint) is typing.Literal:
         others = [v for v in typing.get_args(hint) if v != default]
         return others[0] if others else default
+    if name.endswith(".seal.keys"):
+        return ["client.json"]
     if typing.get_origin(hint) is tuple:
         endpoints = ["http://192.0.2.1:8000", "unix:/run/engine.sock"]
         return ["192.0.2.1", "2001:db8::/32"] if name == "identity.gateways" else endpoints
@@ -115,6 +117,42 @@ def test_no_two_settings_share_a_variable():
     variables = list(map(variable, NAMES))
     assert len(set(variables)) == len(variables)
     assert not [v for v in variables if is_service_variable(v)]
+
+
+SEALED = "[pools.shared]\nseal.keys = ['a.json']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            "[pools.shared]\nseal.keys = ['a.json', 'b.json']",
+            "seal.keys: expected one file, or one",
+        ),
+        (SEALED + "authorization_file = 'x'", "authorization_file: beside an envelope"),
+        (SEALED + "overflow = true", "overflow: best_effort does not seal"),
+        (
+            "[pools.dedicated]\nseal.keys = ['a.json']\noverflow = true",
+            "overflow: shared does not seal",
+        ),
+    ],
+)
+def test_what_would_leave_in_clear_is_a_mistake(text, what):
+    (found,) = problems(text)
+    assert what in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SEALED + "endpoints = ['http://192.0.2.1:1', 'http://192.0.2.1:2']",
+        SEALED + "overflow = true\n[pools.best_effort]\nseal.keys = ['a.json']",
+        "[pools.shared]\noverflow = true\n[pools.best_effort]\nseal.keys = ['a.json']",
+        "[pools.best_effort]\nseal.keys = ['a.json']\noverflow = true",
+    ],
+)
+def test_pools_that_seal_where_they_have_to_are_good(text):
+    assert load(text, {})
 
 
 def test_settings_are_frozen():

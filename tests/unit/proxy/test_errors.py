@@ -70,6 +70,7 @@ def test_the_codes_that_clients_match_on_keep_their_status():
         "internal_error": 500,
         "upstream_reset": 502,
         "upstream_protocol": 502,
+        "upstream_envelope": 502,
         "queue_full": 503,
         "queue_deadline": 503,
         "no_upstream": 503,

@@ -48,6 +48,11 @@ TABLE = {
         ("truncated", "upstream_protocol", "event"),
         ("truncated", "upstream_protocol", "cut"),
     ),
+    End.UPSTREAM_ENVELOPE: (
+        ("upstream_error", "upstream_envelope", "reply"),
+        ("truncated", "upstream_envelope", "event"),
+        ("truncated", "upstream_envelope", "cut"),
+    ),
     End.UPSTREAM_TIMEOUT: (
         ("timeout", "upstream_timeout", "reply"),
         ("timeout", "upstream_timeout", "event"),
