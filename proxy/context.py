@@ -27,8 +27,7 @@ from proxy.qos.classes import CLASSES, POOL_OF
 from proxy.qos.pools import Ejection, Endpoint, PoolState, State
 from proxy.qos.rules import rules_of
 from proxy.retry import Retries
-from proxy.sealing import all_keys
-from proxy.sealing import take as take_sealing
+from proxy.sealing import all_keys, let_seal
 from proxy.sm4.budget import Budget, Held
 from proxy.sm4.keyring import Keyring
 from proxy.verifying import SignatureWorker
@@ -166,7 +165,7 @@ class Context:
         """
         settings, keys = loaded.settings, loaded.keys
         made = Context(settings, self.clock, self.loop, self.machine)
-        self.sealing_ring.check(all_keys(loaded.sealing))
+        sealing = self.sealing_ring.plan(all_keys(loaded.sealing))
         receiver = self.receiver
         if receiver is not None and keys is not None:
             if loaded.plan is None:
@@ -177,6 +176,8 @@ class Context:
             receiver.max_body_bytes = settings.limits.body_bytes
         made.keys = keys
         made._take_over(self, loaded)
+        made.sealing_ring.take(sealing)
+        let_seal(made.sealing_ring, made.routes.values(), loaded.sealing)
         self.current.context = made
         return made
 
@@ -218,7 +219,6 @@ class Context:
                 tls=loaded.trust.get(name),
             )
             route.state, route.upstreams, route.retries = old.state, old.upstreams, old.retries
-        take_sealing(self.sealing_ring, self.routes.values(), loaded.sealing)
         self.gates, self.turnstiles = before.gates, before.turnstiles
         self.gates.renew(self.settings)
 

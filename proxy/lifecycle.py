@@ -26,8 +26,7 @@ from proxy.lending import Lender
 from proxy.limits import LimitsPoll
 from proxy.metrics import built
 from proxy.reload import Loaded, Source, Watcher, changed
-from proxy.sealing import drop_expired
-from proxy.sealing import take as take_sealing
+from proxy.sealing import all_keys, drop_expired, let_seal
 from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
@@ -124,7 +123,8 @@ class Sidecar:
             context.routes[name].authorization = field
         for name, trusted in loaded.trust.items():
             context.routes[name].upstreams.tls = trusted
-        take_sealing(context.sealing_ring, context.routes.values(), loaded.sealing)
+        context.sealing_ring.replace(all_keys(loaded.sealing))
+        let_seal(context.sealing_ring, context.routes.values(), loaded.sealing)
         keys = context.keys = loaded.keys
         watch = self._health.keys = self._source.watch
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000

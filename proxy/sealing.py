@@ -83,9 +83,8 @@ def sealing_problems(sealing: Mapping[PoolName, KeysByUrl]) -> list[str]:
     return []
 
 
-def take(ring: Keyring, routes: Iterable[Route], sealing: Mapping[PoolName, KeysByUrl]) -> None:
-    """Let the routes seal with these keys and no others; `ring` has been asked to `check` them."""
-    ring.replace(all_keys(sealing))
+def let_seal(ring: Keyring, routes: Iterable[Route], sealing: Mapping[PoolName, KeysByUrl]) -> None:
+    """Let the routes seal with these keys and no others; `ring` knows them by now."""
     for route in routes:
         keys = sealing.get(route.name, {})
         route.recipients = {url: Recipient(ring, rows) for url, rows in keys.items()}
