@@ -105,6 +105,7 @@ class Lending(Dispatch):
         if (
             connection is None
             or lender is None
+            or connection.lessee is not self  # what comes is opened first
             or self.sealer is not None
             or self.changes_length
             or self._stream is None
