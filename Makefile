@@ -14,7 +14,7 @@ ROOMS := proxy agent kernels ebpf
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint fuzz page mutants bench bench-proxy soak kernels vm clean setup-dev
+.PHONY: help up test check lint fuzz page mutants bench bench-proxy soak soak-rotation kernels vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -35,6 +35,7 @@ help:
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
 	@echo 'make soak            10 minutes of load, deaths and checks that nothing leaks (perf/README.md)'
+	@echo 'make soak-rotation   10 minutes of rotating and revoking keys under load; no request may be lost'
 	@echo 'make kernels        compile the CUDA kernels for every architecture (needs nvcc)'
 	@echo 'make vm              tests that need a kernel of their own (not built yet; says why)'
 	@echo 'make clean           remove what these targets made; keys and audit logs are kept'
@@ -87,6 +88,9 @@ bench-proxy: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m perf.soak --minutes 10 --json perf/work/soak.json
+
+soak-rotation: setup-dev
+	$(BIN)/python -m perf.rotation_soak --minutes 10 --json perf/work/rotation_soak.json
 
 kernels: setup-dev
 	$(BIN)/python -m kernels.build --out build/kernels

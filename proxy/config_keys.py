@@ -22,7 +22,7 @@ class Keys:
     file: str = setting("", "key file; empty: 14081 is closed and audit has no keys")
     directory: str = setting("", "directory of mounted secrets: each *.json in it is a key file")
     poll_s: float = setting(
-        0.5, "how often files that may change, and a key service, are looked at", ge=0.1, le=3600
+        0.25, "how often files that may change, and a key service, are looked at", ge=0.1, le=3600
     )
     expiry_alarm_s: float = setting(
         86400.0, "a key that nothing follows is an alarm so long before its end", ge=0

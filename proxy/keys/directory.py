@@ -68,6 +68,7 @@ class DirectoryProvider:
                 continue
             if self.mark() == mark:
                 contents = merged({name: file for name, (_, file) in files.items()})
+                breathe()
                 self._known = files
                 self._forget_at_ms = first_end_ms(contents.envelope_keys)
                 return contents
@@ -157,6 +158,10 @@ class DirectoryProvider:
 
 
 def _key_files(directory: Path | int) -> list[str]:
+    names = []
     with os.scandir(directory) as entries:
-        names = (entry.name for entry in entries)
-        return sorted(n for n in names if n.endswith(".json") and not n.startswith("."))
+        for entry in entries:
+            breathe()
+            if entry.name.endswith(".json") and not entry.name.startswith("."):
+                names.append(entry.name)
+    return sorted(names)

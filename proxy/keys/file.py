@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
 from dataclasses import dataclass
+from sys import intern
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from proxy.keys.pace import breathe
+from proxy.keys.pace import breathe, uncollected
 from proxy.keys.provider import KeySourceError
-from proxy.sm4.keyring import KID_BYTES, PAD_BYTES_DEFAULT, EnvelopeKey, KeyringError
+from proxy.sm4.keyring import KID_BYTES, PAD_BYTES_DEFAULT, ROOT_BYTES, EnvelopeKey, KeyringError
 from proxy.sm4.signature import PUBLIC_BYTES
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def parse(path: Path, data: bytes) -> KeyFile:
     if document.role not in ROLES:
         raise KeyFileError(f"{path}: role: expected sidecar, client or auditor")
     try:
-        keys = _envelope_keys(document.envelope_keys)
+        with uncollected():
+            keys = _envelope_keys(document.envelope_keys)
         _check_role(document.role, keys)
         return KeyFile(
             role=document.role,
@@ -269,12 +270,13 @@ _ROWS_AT_ONCE = 32
 def _envelope_keys(rows: list[msgspec.Raw]) -> tuple[EnvelopeKey, ...]:
     """Return the keys; one that is there twice, with different contents, is refused."""
     known: dict[bytes, EnvelopeKey] = {}
-    keys = []
+    decode = _DECODER.decode
     for number, raw in enumerate(rows):
         if number % _ROWS_AT_ONCE == 0:
             breathe()
         try:
-            key = _envelope_key(_DECODER.decode(raw))
+            row = decode(raw)
+            key = _plain_key(row) or _envelope_key(row)
         except KeyringError as problem:
             raise KeyringError(f"envelope_keys[{number}].{problem}") from None
         except msgspec.ValidationError as problem:
@@ -283,8 +285,37 @@ def _envelope_keys(rows: list[msgspec.Raw]) -> tuple[EnvelopeKey, ...]:
         same = known.setdefault(key.kid, key)
         if same is not key and same != key:
             raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
-        keys.append(key)
-    return tuple(keys)
+    return tuple(known.values())
+
+
+def _plain_key(row: _KeyRow) -> EnvelopeKey | None:
+    """Return a key without a signature's; None: look closer, it has one or something is wrong."""
+    if row.scheme or row.sign_public or row.sign_private:
+        return None
+    if len(row.kid) != 2 * KID_BYTES or len(row.root) != 2 * ROOT_BYTES:
+        return None
+    try:
+        kid, root = bytes.fromhex(row.kid), bytes.fromhex(row.root)
+    except ValueError:
+        return None
+    if len(kid) != KID_BYTES or len(root) != ROOT_BYTES:
+        return None
+    return EnvelopeKey(
+        kid,
+        root,
+        row.client,
+        # The same few in a hundred thousand keys: one of each is kept.
+        intern(row.audience),
+        intern(row.tenant),
+        row.suite,
+        intern(row.digest),
+        row.not_before_ms,
+        row.not_after_ms,
+        row.pad,
+        row.writers,
+        row.require_mac,
+        row.require_signature,
+    )
 
 
 def _envelope_key(row: _KeyRow) -> EnvelopeKey:
@@ -293,11 +324,10 @@ def _envelope_key(row: _KeyRow) -> EnvelopeKey:
         _bytes("kid", row.kid, 8),
         _bytes("root", row.root, 32),
         row.client,
-        # The same few in a hundred thousand keys: one of each is kept.
-        sys.intern(row.audience),
-        sys.intern(row.tenant),
+        row.audience,
+        row.tenant,
         row.suite,
-        sys.intern(row.digest),
+        row.digest,
         row.not_before_ms,
         row.not_after_ms,
         row.pad,
@@ -306,7 +336,7 @@ def _envelope_key(row: _KeyRow) -> EnvelopeKey:
         row.require_signature,
         scheme,
         _public("sign_public", row) if scheme or row.sign_public else b"",
-        _optional("sign_private", row.sign_private or "") or b"",
+        _secret("sign_private", row.sign_private) if row.sign_private else b"",
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from proxy.keys.file import KeyFile, KeyFileError
+from proxy.keys.pace import breathe
 from proxy.keys.rotate import GRACE_MS
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def merged(files: Mapping[str, KeyFile]) -> KeyFile:
     auditor: bytes | None = None
     rows = [files[name] for name in sorted(files)]
     for name, file in sorted(files.items()):
+        breathe()
         if file.role != "sidecar":
             raise KeyFileError(f"{name}: made for the {file.role}, not for a sidecar")
         _add(prompt_keys, file.prompt_keys.items(), name, "prompt key")

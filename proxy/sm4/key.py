@@ -49,7 +49,9 @@ def is_id(text: str, *, empty: bool = False) -> bool:
 _is_usual_id = lru_cache(maxsize=256)(is_id)
 
 
-@dataclass(frozen=True, slots=True)
+# Nobody changes one. It is not declared frozen because that doubles the time to make one, and a
+# hundred thousand are made in a second.
+@dataclass(slots=True, unsafe_hash=True)
 class EnvelopeKey:
     """One key as issued. Times in unix ms; `pad` in bytes; `writers` seal under it in all.
 

@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from proxy.sm4.key import (
@@ -54,6 +55,8 @@ __all__ = [
 DERIVED_MAX = 4096
 DERIVED_AHEAD = 64
 _COMPARED_AT_ONCE = 64
+_BEGIN_MS = attrgetter("not_before_ms")
+_END_MS = attrgetter("not_after_ms")
 
 
 def _no_rest() -> None:
@@ -62,9 +65,11 @@ def _no_rest() -> None:
 
 def check_signatures(keys: Iterable[EnvelopeKey], rest: Callable[[], None] = _no_rest) -> None:
     """Raise `KeyringError` if signatures under one of these keys cannot be verified here."""
-    for key in keys:
+    for number, key in enumerate(keys):
         if key.scheme:
             verifier_of(key)
+            rest()
+        elif number % _COMPARED_AT_ONCE == 0:
             rest()
 
 
@@ -129,8 +134,12 @@ class Keyring:
         return plan
 
     def _ordered(self, keys: Iterable[EnvelopeKey], rest: Callable[[], None]) -> Plan:
+        rows = list(keys)
         known: dict[bytes, EnvelopeKey] = {}
-        for number, key in enumerate(keys):
+        if not self._keys:
+            known = {key.kid: key for key in rows}
+        # At the start nothing is known and no kid is there twice, so that nothing is compared.
+        for number, key in enumerate(rows if len(known) != len(rows) else ()):
             if number % _COMPARED_AT_ONCE == 0:
                 rest()
             # The object that is known already, where it is the same: one of each is kept.
@@ -138,11 +147,11 @@ class Keyring:
             same = known.setdefault(key.kid, kept)
             if (kept is not key and kept != key) or (same is not kept and same != kept):
                 raise KeyringError(f"kid {key.kid.hex()} is known already, with other contents")
-        by_end = sorted(known.values(), key=_end_ms, reverse=True)
+        by_end = sorted(known.values(), key=_END_MS, reverse=True)
         rest()
-        begins = array("q", sorted(map(_begin_ms, by_end)))
+        begins = array("q", sorted(map(_BEGIN_MS, by_end)))
         rest()
-        ends = array("q", map(_end_ms, reversed(by_end)))
+        ends = array("q", map(_END_MS, reversed(by_end)))
         return Plan(known, by_end, begins, ends, {})
 
     def take(self, plan: Plan) -> None:
@@ -213,7 +222,7 @@ class Keyring:
     def sealing_key(self, now_ms: int) -> Derived | None:
         """Return the key to seal with now: valid, not spent, the one that began last."""
         valid = [k for k in self._keys.values() if k.not_before_ms <= now_ms <= k.not_after_ms]
-        for key in sorted(valid, key=_begin_ms, reverse=True):
+        for key in sorted(valid, key=_BEGIN_MS, reverse=True):
             derived = self.get(key.kid)
             if derived is not None and not derived.spent():
                 return derived
@@ -233,11 +242,3 @@ class Keyring:
             self._used.pop(kid, None)
             gone.append(kid)
         return gone
-
-
-def _begin_ms(key: EnvelopeKey) -> int:
-    return key.not_before_ms
-
-
-def _end_ms(key: EnvelopeKey) -> int:
-    return key.not_after_ms
