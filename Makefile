@@ -34,6 +34,8 @@ help:
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
 	@echo 'make bench-proxy     the sidecar beside seven other proxies, every gate, with a plot (10 minutes;'
 	@echo '                     installs the peers under perf/work, nginx and haproxy by your system)'
+	@echo 'make bench-audit     cost of the audit log: a record, 2 million of them written and verified,'
+	@echo '                     200 kills (3 minutes, 5 GB of disk; perf/README.md)'
 	@echo 'make soak            10 minutes of load, deaths and checks that nothing leaks (perf/README.md)'
 	@echo 'make soak-rotation   10 minutes of rotating and revoking keys under load; no request may be lost'
 	@echo 'make kernels        compile the CUDA kernels for every architecture (needs nvcc)'
@@ -85,6 +87,11 @@ bench: setup-dev
 bench-proxy: setup-dev
 	$(BIN)/python -m perf.proxy --setup --peers all
 	$(BIN)/python -m perf.proxy --peers all --resume --json perf/work/proxy.json --plot perf/work/proxy.png
+
+bench-audit: setup-dev
+	@mkdir -p perf/work
+	$(BIN)/python -m perf.audit --dir perf/work --json perf/work/audit.json
+	$(BIN)/python -m perf.killing --dir perf/work --json perf/work/killing.json
 
 soak: setup-dev
 	$(BIN)/python -m perf.soak --minutes 10 --json perf/work/soak.json

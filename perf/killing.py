@@ -7,9 +7,10 @@ in shared memory when it appended each one, and which it was told are durable. I
 random moment, its start included, and the log is held against what it noted. At the end a last
 process starts and closes in order, and the whole directory is verified.
 
-Gates: no record is lost that was reported durable; the records lost were appended within the group
-interval and one sync under way before the end (95 of 100 points: a process that does not get a core
-is late); the log verifies. Exit codes: 0 every gate holds, 1 one is missed, 2 no run could be made.
+Gates: no record is lost that was reported durable, and none before one that is kept; the records
+lost were appended within the group interval and one sync under way before the end (95 of 100
+points: a process that does not get a core is late); the log verifies. Exit codes: 0 every gate
+holds, 1 one is missed, 2 no run could be made.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def _point(directory: Path, number: int, rng: random.Random) -> dict[str, Any]:
         "appended": len(times),
         "durable": durable,
         "durable_lost": sum(n not in kept for n in range(durable)),
+        "holes": sum(n not in kept for n in range(max(kept, default=-1))),
         "lost": len(lost),
         "window_ms": (times[-1] - lost[0]) / 1e6 if lost else 0.0,
         "sync_ms": longest_s * 1e3,
@@ -174,6 +176,7 @@ def measure(directory: Path, points: int, seed: int) -> dict[str, Any]:
         "appended": sum(row["appended"] for row in rows),
         "durable": sum(row["durable"] for row in rows),
         "durable_lost": sum(row["durable_lost"] for row in rows),
+        "holes": sum(row["holes"] for row in rows),
         "lost": sum(row["lost"] for row in rows),
         "window_ms_p50": windows[len(windows) // 2],
         "window_ms_p95": windows[len(windows) * 95 // 100],
@@ -191,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
         found = measure(Path(folder), args.points, args.seed)
     gates = {
         "durable_lost": found["durable_lost"] == 0,
+        "holes": found["holes"] == 0,
         "beyond_interval_and_sync": found["beyond_interval_and_sync"] <= args.points * 5 // 100,
         "verdict": found["verdict"] == "ok",
     }
