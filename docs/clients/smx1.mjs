@@ -24,7 +24,7 @@ const STREAM = 1, MAC = 2, RESPONSE = 4, SIGNATURE = 8;
 const HEADER_BYTES = 40, TAG_BYTES = 16, SINGLE_BYTES_MAX = 1 << 20;
 const FRAME_SEALED_MAX = 65552, SSE_SEALED_MAX = 32768;
 const LAST = 0x80000000;
-const CLOCK_HEADERS = ["traceparent", "tracestate", "x-request-id"];
+const TRACE_FIELDS = ["traceparent", "tracestate", "x-request-id"];
 const NATIVE_SM4 = crypto.getCiphers().includes("sm4-gcm");
 const sm = await import("sm-crypto-v2").catch(() => null);
 
@@ -487,9 +487,13 @@ export function createFetch(rows, options = {}) {
   return async function sealedFetch(input, init = {}) {
     const url = new URL(input), given = new Headers(init.headers);
     const streamed = Boolean(init.body?.[Symbol.asyncIterator]) && !Buffer.isBuffer(init.body);
-    const body = streamed ? null : Buffer.from(init.body ?? "");
-    const type = init.body == null ? "" : given.get("content-type") ?? "";
-    const model = init.model ?? (streamed ? "" : modelOf(type, body));
+    // What fetch makes of strings, bytes, forms and blobs, with the type that goes with it.
+    const encoded = new Response(streamed ? null : init.body ?? null);
+    const body = streamed ? null : Buffer.from(await encoded.arrayBuffer());
+    const type = init.body == null ? ""
+      : given.get("content-type") ?? encoded.headers.get("content-type") ?? "";
+    const named = init.body instanceof FormData ? String(init.body.get("model") ?? "") : null;
+    const model = init.model ?? named ?? (streamed ? "" : modelOf(type, body));
     const sealer = new RequestSealer(sealingKey(rows, Date.now()), {
       method: (init.method ?? "GET").toUpperCase(), target: url.pathname + url.search, type, model,
       qos: given.get("x-qos-class") ?? options.qos ?? "", mac: options.mac, sign: options.sign });
@@ -498,7 +502,7 @@ export function createFetch(rows, options = {}) {
     const headers = { "Content-Type": MEDIA_TYPE,
       Accept: wantsStream ? `${MEDIA_TYPE}, ${EVENT_STREAM}` : MEDIA_TYPE };
     if (model) headers["X-Model-Id"] = model;
-    for (const name of CLOCK_HEADERS) if (given.has(name)) headers[name] = given.get(name);
+    for (const name of TRACE_FIELDS) if (given.has(name)) headers[name] = given.get(name);
     let wire = null;
     if (!streamed) {
       wire = sealer.fits(body.length) ? sealer.single(body)

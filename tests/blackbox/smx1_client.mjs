@@ -42,8 +42,12 @@ async function text(stream) {
   return Buffer.concat(parts).toString();
 }
 
-async function call(fetch, { url, init, size, slowly }) {
+async function call(fetch, { url, init, size, slowly, form }) {
   try {
+    if (form) {
+      init.body = new FormData();
+      for (const [name, value] of Object.entries(form)) init.body.append(name, value);
+    }
     if (size) init.body = "x".repeat(size);
     if (slowly) {
       init.body = (async function* pieces() { for (const piece of slowly) yield Buffer.from(piece); })();

@@ -208,6 +208,16 @@ def test_a_body_that_comes_in_pieces_is_sealed_as_it_comes(ends, upstream):
     assert upstream.last().body() == b"one two three"
 
 
+def test_a_form_goes_with_the_model_of_its_part(ends, upstream):
+    url, node, _ = ends
+    upstream.answering(ok)
+    head, _ = node.ask(f"{url}/v1/audio/transcriptions", form={"model": "tiny", "prompt": "a b"})
+    assert head["status"] == 200
+    seen = upstream.last()
+    assert seen.get("Content-Type").startswith(b"multipart/form-data; boundary=")
+    assert b'name="model"\r\n\r\ntiny\r\n' in seen.body()
+
+
 def test_an_answer_that_is_cut_ends_as_an_error_after_what_came(ends, upstream):
     url, node, _ = ends
 
