@@ -11,6 +11,8 @@ export ASK
 FUZZ_S ?= 600
 
 ROOMS := proxy agent kernels ebpf
+# A worker for each core, up to four: all that times a sidecar goes to one of them (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ help:
 	@echo '                     until Ctrl-C.  ONESHOT=1 stops after the answer;'
 	@echo '                     ASK="..." asks your own question;'
 	@echo '                     TONGGUAN_UP_BASE_PORT=15000 takes ports 15080 to 15190, not 14080 to 14190'
-	@echo 'make test            everything: make check, then all tests (about 10 minutes on 2 cores)'
+	@echo 'make test            everything: make check, then all tests (about 6 minutes on 2 cores)'
 	@echo 'make check           format, lint, types, import directions, unit tests'
 	@echo '                     (a few minutes the first time, when it installs the tools)'
 	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, envelopes, SM4), 10 minutes together;'
@@ -59,10 +61,10 @@ lint: setup-dev
 	$(BIN)/lint-imports
 
 check: lint
-	$(BIN)/python -m pytest -q -m 'not slow and not model' $(PURE_TESTS)
+	$(PYTEST) -q -m 'not slow and not model' $(PURE_TESTS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 fuzz: setup-dev
 	@case '$(FUZZ_S)' in ''|*[!0-9]*) echo 'FUZZ_S: expected whole seconds' >&2; exit 2;; esac

@@ -1,5 +1,6 @@
 """Real processes on loopback: an agent, and what tests ask of it."""
 
+import collections
 import contextlib
 import os
 import random
@@ -11,21 +12,38 @@ import time
 import httpx
 
 OFFSETS = (80, 81, 90, 100, 190)
+REDIS = 70
 WAIT_S = 60
+BASES = range(17_000, 32_000)
+WORKERS = 8  # of pytest: each has its own part of the bases
+given = collections.deque(maxlen=96)
 
 
 def free_base():
-    """Return a base port whose five ports are free, below the ephemeral range."""
+    """Return a base port whose ports are free, below the ephemeral range.
+
+    Nothing holds them until the server has started, so the last ones are not given again, and each
+    of pytest's workers has bases of its own.
+    """
+    bases, worker = BASES, os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        size = len(BASES) // WORKERS
+        first = int(worker.removeprefix("gw")) % WORKERS * size
+        bases = BASES[first : first + size - OFFSETS[-1]]
     for _ in range(200):
-        base = random.randrange(17_000, 32_000)
+        base = random.choice(bases)
+        ports = [base + offset for offset in (REDIS, *OFFSETS)]
+        if not set(given).isdisjoint(ports):
+            continue
         with contextlib.ExitStack() as held:
             try:
-                for offset in OFFSETS:
+                for port in ports:
                     sock = held.enter_context(socket.socket())
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    sock.bind(("127.0.0.1", base + offset))
+                    sock.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        given.extend(ports)
         return base
     raise AssertionError("no free ports")
 

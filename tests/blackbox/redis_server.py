@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.blackbox.node import free_base
+from tests.blackbox.node import REDIS, free_base
 
 PROGRAM = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="capability: redis-server")
@@ -19,7 +19,7 @@ class RedisServer:
     """A context manager; `kill`, `start`, `stall` and `go_on` do what they say to the process."""
 
     def __init__(self, *options):
-        self.port = free_base() + 70
+        self.port = free_base() + REDIS
         self.options = options
         self.process = None
 

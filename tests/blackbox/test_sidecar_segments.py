@@ -192,7 +192,7 @@ def send(wire, data, cutting):
             time.sleep(0.0005)  # so that it is read alone
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, FRESH])
+@pytest.mark.parametrize("seed", [*SEEDS, pytest.param(FRESH, id="a new one")])
 def test_any_segmentation_gives_the_same_bytes_and_records(sidecar, backend, seed):
     whole, again = (run(sidecar, backend, seed) for _ in range(2))
     assert whole[:2] == again[:2]

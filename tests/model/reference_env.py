@@ -29,6 +29,7 @@ def python_of(folder: Path) -> Path:
     _run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pins = [f"{name}=={version(name)}" for name in TORCH_NEEDS]
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip.append("--no-compile")  # most of it is never imported
     _run([*pip, f"transformers=={TRANSFORMERS}", *pins])
     ours = Path(sysconfig.get_path("platlib"))
     theirs = next((folder / "lib").glob("python3.*/site-packages"))
