@@ -5,9 +5,10 @@ Sources, later wins: defaults, `tongguan.toml` (a file, or a directory that hold
 reported at once; an unknown key or variable with our prefix is a mistake. Nothing here holds a
 secret: secrets are files that settings point to.
 
-The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys`, `config_audit`
-and `config_tls`, each with the checks between its own settings; whoever uses settings imports them
-from here. Pure: `load` is given the file's text and the environment; only `read` touches the disk.
+The sections stand in `config_doors`, `config_pools`, `config_qos`, `config_keys`, `config_audit`,
+`config_tls` and `config_tracing`, each with the checks between its own settings; whoever uses
+settings imports them from here. Pure: `load` is given the file's text and the environment; only
+`read` touches the disk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from proxy.config_keys import Envelope, Keys, envelope_problems, keys_problems
 from proxy.config_pools import Pool, Pools, Seal, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
 from proxy.config_tls import Tls
+from proxy.config_tracing import Tracing, tracing_problems
 from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Tenant",
     "Timeouts",
     "Tls",
+    "Tracing",
     "describe",
     "load",
     "read",
@@ -129,6 +132,7 @@ class Settings:
     keys: Keys = field(default_factory=Keys)
     envelope: Envelope = field(default_factory=Envelope)
     audit: Audit = field(default_factory=Audit)
+    tracing: Tracing = field(default_factory=Tracing)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -165,6 +169,7 @@ def cross_check(settings: Settings) -> list[str]:
     problems.extend(pools_problems(settings.pools))
     problems.extend(qos_problems(settings.qos))
     problems.extend(audit_problems(settings.audit))
+    problems.extend(tracing_problems(settings.tracing))
     return problems
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from proxy.reload import Loaded
     from proxy.sharing import SharedReplay
     from proxy.sm4.receiver import Receiver
+    from proxy.spans.tracer import Tracer
 
 POOL_NAMES: tuple[PoolName, ...] = ("dedicated", "shared", "best_effort")
 CLASS_OF: dict[PoolName, QosClass] = {pool: qos for qos, pool in POOL_OF.items()}
@@ -130,6 +131,8 @@ class Context:
         self.recorder: Recorder | None = None
         self.retention: Retention | None = None
         self.lender: Lender | None = None
+        self.tracer: Tracer | None = None
+        self.sampled_below = 0
         self.budget = Budget(settings.envelope.unverified_bytes)
         self.signatures = SignatureWorker(loop, settings.envelope.signature_queue)
         self.shared_replay: SharedReplay | None = None
@@ -192,6 +195,8 @@ class Context:
         self.recorder = before.recorder
         self.retention = before.retention
         self.lender = before.lender
+        self.tracer = before.tracer
+        self.sampled_below = before.sampled_below
         self.budget = before.budget
         self.signatures = before.signatures
         self.shared_replay = before.shared_replay
@@ -293,7 +298,9 @@ class Context:
 
     def traceparent(self, came: bytes | None) -> bytes:
         """Keep a valid traceparent, else make one."""
-        return came if came is not None and trace.valid(came) else trace.make(self._bits(192))
+        if came is not None and trace.valid(came):
+            return came
+        return trace.make(self._bits(192), self.sampled_below)
 
     def audit_blocked(self) -> bool:
         """Say whether policy refuses requests because no record can be written."""

@@ -59,6 +59,8 @@ class Dispatch(Outbound):
     def _lease(self) -> None:
         """Take an endpoint, and a connection to it that is idle or made now."""
         route, now_ns = self.lane.route, self.context.clock.mono_ns()
+        if not self.place_ns:
+            self.place_ns = now_ns
         endpoint = route.state.pick(now_ns, self._tried)
         if endpoint is None or endpoint.state:
             endpoint = self._second_look(endpoint, now_ns)

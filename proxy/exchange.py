@@ -122,9 +122,11 @@ class Exchange:
     tenant = ""
     trace_id = ""
     traceparent = b""
+    joined = False  # it came with the request
     status = 0
     request_body_bytes = 0
     answered_bytes = 0
+    place_ns = 0
     dispatch_ns = 0
     first_byte_ns = 0
     end_ns = 0

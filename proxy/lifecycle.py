@@ -30,7 +30,7 @@ from proxy.sealing import all_keys, drop_expired, let_seal
 from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
-from proxy.starting import config_digest, start_audit
+from proxy.starting import config_digest, start_audit, start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from proxy.outlet import DoorName
@@ -128,6 +128,7 @@ class Sidecar:
         keys = context.keys = loaded.keys
         watch = self._health.keys = self._source.watch
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
+        start_tracing(settings, context, self._node)
         index = None if worker is None else worker.index
         start_audit(settings, context, keys, self._clock, self._node, index)
         context.lender = Lender(self._loop)
@@ -351,6 +352,7 @@ class Sidecar:
                 await context.audit.close()
             except AuditUnavailableError as problem:
                 log.critical("audit: %s", problem)
+        await stop_tracing(context)
         if self._admin is not None:
             self._admin.stop()
         self._source.close()

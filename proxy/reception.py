@@ -112,7 +112,9 @@ class Reception(Replier):
         self.trace_id = context.trace_ids.next(
             (self.start_ns + context.wall_offset_ns) // 1_000_000
         )
-        self.traceparent = context.traceparent(request.fields.get(b"traceparent"))
+        came = request.fields.get(b"traceparent")
+        self.traceparent = context.traceparent(came)
+        self.joined = self.traceparent is came
         context.counters.started[lane.qos] += 1
         if context.blocks_on_audit and context.audit_blocked():
             raise RequestError("audit_unavailable", "no audit record can be written")

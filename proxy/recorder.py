@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from proxy.audit.request import request_text
-from proxy.audit.setup import AuditError
+from proxy.audit.setup import LOST, AuditError
 from proxy.exchange import PHASE_NAMES
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from proxy.audit.writer import AuditWriter
     from proxy.observe import Observation
+    from proxy.spans.tracer import Tracer
 
 WAIT_S = 0.004
 BATCH = 64
@@ -33,9 +34,12 @@ log = logging.getLogger(__name__)
 class Recorder:
     """See the module. Owned by the data loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, audit: AuditWriter) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, audit: AuditWriter, tracer: Tracer | None = None
+    ) -> None:
         self._loop = loop
         self._audit = audit
+        self._tracer = tracer
         self._waiting: list[tuple[Observation, str]] = []
         self._timer: asyncio.Handle | None = None
         self._flushed_s = 0.0
@@ -60,7 +64,7 @@ class Recorder:
             self._timer = None
         self._flushed_s = self._loop.time()
         waiting, self._waiting = self._waiting, []
-        append = self._audit.append_request
+        append, tracer = self._audit.append_request, self._tracer
         failed: list[AuditError] = []
         for exchange, outcome in waiting:
             exchange.complete()
@@ -91,9 +95,12 @@ class Recorder:
                 envelope=exchange.envelope,
             )
             try:
-                append(text, exchange.token_ids)
+                ticket = append(text, exchange.token_ids)
             except AuditError as problem:
                 failed.append(problem)
+                ticket = LOST
+            if tracer is not None:
+                tracer.closed(exchange, outcome, ticket)
             exchange.release()
         if failed:
             self._audit.stats.failures += len(failed)

@@ -418,5 +418,7 @@ class Relay(Lending):
         if recorder is not None and self.trace_id:
             recorder.add(self, outcome)
         else:
-            # Refused before it was classed: counted as rejected, not recorded by itself.
+            # No audit; or refused before it was classed: counted as rejected, not recorded.
+            if context.tracer is not None and self.trace_id:
+                context.tracer.closed(self, outcome)
             self.release()

@@ -20,6 +20,7 @@ from proxy.metrics import built
 from proxy.qos.pools import STATE_NAMES
 from proxy.scrape_keys import key_families
 from proxy.scrape_qos import qos_families
+from proxy.scrape_spans import span_families
 from proxy.sm4.cipher import tier
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Collector:
         if self._keys is not None:
             yield from key_families(self._keys, self._context.clock.wall_ms())
         yield from self._audit()
+        yield from span_families(self._context.tracer)
 
     def _requests(self) -> Iterator[Metric]:
         counters = self._context.counters

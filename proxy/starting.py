@@ -1,4 +1,4 @@
-"""Starting the audit chain.
+"""Starting the audit chain, and the spans.
 
 Whose chain it is, under which keys, and what its genesis says. Without `audit.dir` there is none,
 and that is logged; with it and without what it needs the sidecar does not start.
@@ -16,7 +16,7 @@ import orjson
 
 from proxy.config import WORKERS_MAX, Settings, describe, split_endpoint
 from proxy.recorder import Recorder
-from proxy.settings import StartError, one_line
+from proxy.settings import SettingsError, StartError, one_line
 
 if TYPE_CHECKING:
     from proxy.audit.signing import NoteSigner
@@ -83,8 +83,44 @@ def start_audit(
 
         context.retention = Retention(context.audit, Path(row.dir), row.retention_days, clock)
         context.retention.start()
-    context.recorder = Recorder(context.loop, context.audit)
+    context.recorder = Recorder(context.loop, context.audit, context.tracer)
+    if context.tracer is not None:
+        context.audit.on_durable = context.tracer.durable
     context.observing.enabled = True
+
+
+def start_tracing(settings: Settings, context: Context, node: str) -> None:
+    """Give `context` its tracer, before its chain; raises StartError."""
+    if not settings.tracing.endpoint:
+        return
+    from proxy.spans.outbox import Outbox  # noqa: PLC0415 - only with a collector
+    from proxy.spans.tracer import Tracer  # noqa: PLC0415
+
+    try:
+        from proxy.spans.otlp import OtlpCollector  # noqa: PLC0415 - an extra
+
+        collector = OtlpCollector(settings, node)
+    except ImportError as problem:
+        raise StartError(
+            f"tracing.endpoint is set, but OpenTelemetry is not in this image ({problem}): "
+            "install tongguan[otel], or empty it"
+        ) from None
+    except (SettingsError, OSError) as problem:
+        raise StartError(str(problem)) from None
+    outbox = Outbox(collector, settings.tracing.queue)
+    outbox.start()
+    context.tracer = Tracer(settings.tracing, context.clock, outbox)
+    context.sampled_below = context.tracer.bound
+
+
+async def stop_tracing(context: Context) -> None:
+    """Bring over what is left, within `tracing.flush_s`; after the chain has ended."""
+    tracer = context.tracer
+    if tracer is None:
+        return
+    tracer.close()
+    flush_s = context.settings.tracing.flush_s
+    await context.loop.run_in_executor(None, tracer.outbox.stop, flush_s)
 
 
 def _signers(keys: KeySet | None) -> tuple[NoteSigner, ...]:

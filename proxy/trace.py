@@ -20,8 +20,12 @@ def valid(value: bytes | None) -> bool:
     return not value.startswith(b"00") or len(value) == 55
 
 
-def make(bits: int) -> bytes:
-    """Return a sampled-out traceparent from 192 random bits (a zero id would be invalid)."""
+def make(bits: int, below: int) -> bytes:
+    """Return a traceparent from 192 random bits (a zero id would be invalid).
+
+    It is sampled if the low 64 bits of its trace id are below `below`.
+    """
     trace = (bits & ((1 << 128) - 1)) or 1
     span = (bits >> 128) or 1
-    return b"00-%032x-%016x-00" % (trace, span & ((1 << 64) - 1))
+    sampled = trace & ((1 << 64) - 1) < below
+    return b"00-%032x-%016x-%02x" % (trace, span & ((1 << 64) - 1), sampled)

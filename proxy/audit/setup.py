@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_RECORDS = 1000
 CHECKPOINT_S = 10
+# What `append` returns for a record it had to drop.
+LOST = -1
 
 
 class AuditError(Exception):

@@ -33,6 +33,7 @@ from proxy.audit.record import REQUIRED
 from proxy.audit.room import Room
 from proxy.audit.rotation import Rotation
 from proxy.audit.setup import (
+    LOST,
     AuditError,
     AuditStats,
     AuditUnavailableError,
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.5
 CLOSE_S = 5.0
-# What `append` returns for a record it had to drop.
-LOST = -1
 
 # A start is not refused for these: the chain comes up unavailable and heals.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -102,6 +101,7 @@ class AuditWriter:
         self._checkpoint_seq = -1
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._waiters = Waiters(loop)
+        self.on_durable: Callable[[int], None] = lambda _ticket: None  # told the last durable one
         self._next_seed: tuple[str, bytes] | None = None
         self._rotation = Rotation(config.rotate_records, config.rotate_s, clock.mono_ns())
         self._timer: asyncio.Handle | None = None
@@ -410,6 +410,7 @@ class AuditWriter:
             self._place_checkpoint(signed)
         stats.pending = len(self._pending)
         self._waiters.wake(self._pending.durable_ticket, failed=not self._available)
+        self.on_durable(self._pending.durable_ticket)
         if not self._available:
             self._timer = self._loop.call_later(RETRY_S, self._flush)
             return

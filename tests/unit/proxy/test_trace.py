@@ -72,18 +72,24 @@ def test_an_invalid_one_is_not_kept(value):
 
 @given(st.integers(min_value=0, max_value=(1 << 192) - 1))
 def test_what_is_made_is_valid_and_unsampled(bits):
-    made = trace.make(bits)
+    made = trace.make(bits, 0)
     assert trace.valid(made)
     assert made.startswith(b"00-")
     assert made.endswith(b"-00")
 
 
 def test_ids_are_the_bits_given():
-    assert trace.make(int(SPAN, 16) << 128 | int(TRACE, 16)) == b"00-%b-%b-00" % (TRACE, SPAN)
+    assert trace.make(int(SPAN, 16) << 128 | int(TRACE, 16), 0) == b"00-%b-%b-00" % (TRACE, SPAN)
+
+
+@given(st.integers(min_value=0, max_value=(1 << 192) - 1), st.integers(0, 1 << 64))
+def test_the_low_half_of_its_id_says_whether_it_is_sampled(bits, below):
+    made = trace.make(bits, below)
+    assert made.endswith(b"-01" if int(made[19:35], 16) < below else b"-00")
 
 
 @pytest.mark.parametrize("bits", [0, 1, 1 << 128, (1 << 128) - 1, (1 << 192) - (1 << 128)])
 def test_a_zero_id_is_never_made(bits):
-    _, trace_id, span_id, _ = trace.make(bits).split(b"-")
+    _, trace_id, span_id, _ = trace.make(bits, 0).split(b"-")
     assert trace_id.strip(b"0")
     assert span_id.strip(b"0")
