@@ -13,6 +13,14 @@ CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a secret question
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="capability: libfaketime")
 
+# libfaketime shifts the deadline of clock_nanosleep on any clock, so that Python's sleep would fail
+# with EINVAL or take hours after a step: select has no deadline to shift.
+WITHOUT_SLEEP = """
+import runpy, select, time
+time.sleep = lambda seconds: select.select([], [], [], seconds)
+runpy.run_module("proxy", run_name="__main__")
+"""
+
 
 class Shifted(Sidecar):
     """A sidecar whose wall clock a test sets, and whose other clocks go on."""
@@ -21,6 +29,7 @@ class Shifted(Sidecar):
         super().__init__(folder, *arguments, **options)
         self.stamp = self.folder / "shift"
         self.step(0)
+        self.command[1:3] = ["-c", WITHOUT_SLEEP]
         self.environ |= {
             "LD_PRELOAD": LIBRARIES[0],
             "FAKETIME_TIMESTAMP_FILE": str(self.stamp),
