@@ -146,17 +146,34 @@ def tongguan(*words: str) -> None:
     )
 
 
-def refused_after(url: str, keys: Path, begin_s: float) -> float:
-    """Return how long after `begin_s` a key was first refused."""
-    with httpx.Client(transport=Sm4Transport(keys), timeout=30) as client:
-        while time.monotonic() < begin_s + 30:
-            asked_s = time.monotonic()
-            with contextlib.suppress(httpx.HTTPError, AnswerError):
-                if client.post(f"{url}/v1/chat/completions", content=QUESTION).status_code == 200:
-                    time.sleep(0.02)
-                    continue
-            return asked_s - begin_s
-    return 30.0
+class Probe:
+    """Asks with one key again and again, until it is refused; begins before it is revoked."""
+
+    def __init__(self, url: str, keys: Path) -> None:
+        self.refused_s = 0.0  # by the monotonic clock; 0: not yet
+        self._url = url
+        self._client = httpx.Client(transport=Sm4Transport(keys), timeout=30)
+        self._end_s = time.monotonic() + 60
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._client as client:
+            while time.monotonic() < self._end_s:
+                asked_s = time.monotonic()
+                taken = False
+                with contextlib.suppress(httpx.HTTPError, AnswerError):
+                    url = f"{self._url}/v1/chat/completions"
+                    taken = client.post(url, content=QUESTION).status_code == 200
+                if not taken:
+                    self.refused_s = asked_s
+                    return
+                time.sleep(0.02)
+
+    def refused(self) -> float:
+        """Return when it was, or when this gave up."""
+        self._thread.join()
+        return self.refused_s or time.monotonic()
 
 
 def soak(folder: Path, minutes: float) -> dict[str, Any]:
@@ -216,12 +233,13 @@ def _rotated(load: Load, keys: Path) -> float:
     tongguan("keys", "rotate", "--dir", str(keys), "--now")
     time.sleep(ROTATE_S / 2)  # the receiver has it before the first client uses it
     load.renewed()
-    begin_s = time.monotonic()
+    probe = Probe(load.url, old)
     tongguan("keys", "revoke", "--dir", str(keys), kid)
-    # From when the file was written: what starting the command took is not the sidecar's.
+    # From when the file was written: what the command took is not the sidecar's.
     written_s = time.monotonic() - (time.time() - (keys / "sidecar.json").stat().st_mtime)
+    refused_s = probe.refused()
     load.renewed()
-    return max(0.0, refused_after(load.url, old, max(begin_s, written_s)))
+    return max(0.0, refused_s - written_s)
 
 
 def main(argv: list[str] | None = None) -> int:
