@@ -16,7 +16,7 @@ from proxy.keys.file import KeyFile, KeyFileError, encode, parse, read_bytes
 from proxy.keys.issue import replace_file
 from proxy.keys.local import wall_ms, without
 from proxy.keys.merge import first_end_ms, in_grace, merged
-from proxy.keys.pace import breathe
+from proxy.keys.pace import breathe, uncollected
 from proxy.keys.provider import CannotDestroyError, KeySet, KeySourceError, Standing
 from proxy.settings import file_mark
 
@@ -47,7 +47,8 @@ class DirectoryProvider:
     def load(self) -> KeySet:
         """Raise `KeySourceError` naming the first file that is refused."""
         try:
-            keys = KeySet(self._read())
+            with uncollected():
+                keys = KeySet(self._read())
         except OSError as problem:
             self._standing.degraded("directory_unreadable", problem)
             raise KeySourceError(str(problem)) from None

@@ -21,7 +21,7 @@ from proxy.keys.file import KeyFile, KeyFileError, encode, parse
 from proxy.keys.kv2 import Kv2, ServiceError
 from proxy.keys.local import wall_ms, without
 from proxy.keys.merge import first_end_ms, in_grace, merged
-from proxy.keys.pace import breathe
+from proxy.keys.pace import breathe, uncollected
 from proxy.keys.provider import KeySet, KeySourceError, Standing
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class HttpProvider:
 
     def _fetch(self) -> None:
         try:
-            with self._turn:
+            with self._turn, uncollected():
                 self._held = self._asked(self._held)
         except ServiceError as problem:
             self._standing.degraded(problem.reason, problem)
