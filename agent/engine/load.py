@@ -6,6 +6,7 @@ A source is a GGUF file, a Hugging Face folder, or nothing: then the default mod
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -118,6 +119,7 @@ def load_engine(
         )
     finally:
         torch.set_num_threads(ours)
+    _give_back()
     blocks = -(-kv_tokens // BLOCK_TOKENS)
     info = ModelInfo(
         id=_identifier(path),
@@ -154,6 +156,13 @@ def load_engine(
     )
     report("ready", 1.0)
     return engine
+
+
+def _give_back() -> None:
+    """Return what reading has freed to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _device(name: str) -> torch.device:
