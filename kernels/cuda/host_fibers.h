@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -54,7 +53,8 @@ static u32 boards[THREADS_MAX / 32][2][32 * 6];
 static int self;
 static void *scheduler;
 static const char *problem;
-static std::function<void()> body;
+static void (*body)(void *);
+static void *body_context;
 #if defined(__SANITIZE_ADDRESS__)
 static const void *home_stack;
 static std::size_t home_bytes;
@@ -138,7 +138,7 @@ static void entry() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, &home_stack, &home_bytes);
 #endif
-    body();
+    body(body_context);
     if (fibers[self].copies)
         problem = "a thread ended with copies under way that it never waited for";
     leave(DONE);
@@ -204,7 +204,7 @@ static void run_block(int falling) {
 }
 
 static const char *run(const u32 *grid, u32 threads, u32 shared_bytes, int falling,
-                       const std::function<void()> &kernel) {
+                       void (*kernel)(void *), void *context) {
     if (!threads || threads % 32 || threads > THREADS_MAX)
         return "threads of a block: whole warps, at most 1024";
     if (shared_bytes > SHARED_BYTES_MAX)
@@ -214,6 +214,7 @@ static const char *run(const u32 *grid, u32 threads, u32 shared_bytes, int falli
             fibers[i].stack = (u8 *)std::malloc(STACK_BYTES);
     u8 *shared = (u8 *)std::aligned_alloc(16, (shared_bytes + 31) / 16 * 16);
     body = kernel;
+    body_context = context;
     problem = nullptr;
     block = {{}, {grid[0], grid[1], grid[2]}, threads, shared};
     for (block.index.z = 0; block.index.z < grid[2]; block.index.z++)
@@ -223,7 +224,6 @@ static const char *run(const u32 *grid, u32 threads, u32 shared_bytes, int falli
                 run_block(falling);
             }
     std::free(shared);
-    body = nullptr;
     return problem;
 }
 

@@ -16,7 +16,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <tuple>
 #include <utility>
 
 #include "host_fibers.h"
@@ -198,11 +197,20 @@ void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {
     kernel(*(A *)arguments[I]...);
 }
 
+template <class... A> struct Call {
+    void (*kernel)(A...);
+    void **arguments;
+    static void go(void *self) {
+        Call *c = (Call *)self;
+        call(c->kernel, c->arguments, std::index_sequence_for<A...>{});
+    }
+};
+
 template <class... A>
 const char *launch(void (*kernel)(A...), const u32 *grid, u32 threads, u32 shared_bytes,
                    int falling, void **arguments) {
-    auto body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
-    return run(grid, threads, shared_bytes, falling, body);
+    Call<A...> c{kernel, arguments};
+    return run(grid, threads, shared_bytes, falling, Call<A...>::go, &c);
 }
 
 }  // namespace shim

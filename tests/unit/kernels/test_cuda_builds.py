@@ -34,7 +34,7 @@ def driver(tmp_path_factory):
     words = [flag for flag in build.HOST_FLAGS if flag not in {"-shared", "-fPIC"}]
     source = HERE / "cuda_driver.cpp"
     done = subprocess.run(
-        ["g++", *words, *build.SANITIZERS, f"-I{build.SOURCES}", "-o", path, source],
+        ["g++", *words, "-O0", *build.SANITIZERS, f"-I{build.SOURCES}", "-o", path, source],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     if "cannot find" in done.stderr and "asan" in done.stderr:

@@ -129,7 +129,7 @@ MUTANTS = {
 def built(folder, kernel):
     """Build one kernel's file out of `folder`."""
     (folder / build.MODULE).write_text(f'#include "{kernel}.cu"\n')
-    return build.host(folder, flags=("-O0", "-w"), source=folder)
+    return build.host(folder, flags=("-O0", "-g0", "-w"), source=folder)
 
 
 def seen(check, path):
