@@ -67,12 +67,17 @@ TEXTS: dict[str, Texts] = {
     },
 }
 
+# Browsers print no backgrounds unless asked: an hour without a record has a mark as well.
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0 1.5rem}
 td,th{border:1px solid #ccc;padding:.15rem .5rem;text-align:left}
 .hours td{width:1.6rem;padding:.1rem;text-align:center;font-size:11px}
-.ok{color:#060}.bad{color:#a00}.none{background:#f4d4d4}
+.ok{color:#060}.bad{color:#a00}.none{background:#f4d4d4}.none::after{content:"×"}
+td{overflow-wrap:anywhere}.hours td{overflow-wrap:normal}
+@page{margin:12mm}
+@media print{body{font-size:10pt;max-width:none;margin:0;padding:0}.none{print-color-adjust:exact}
+tr{break-inside:avoid}h2{break-after:avoid}.hours td{width:auto;font-size:7pt}}
 """
 
 

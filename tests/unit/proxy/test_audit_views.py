@@ -67,6 +67,8 @@ def test_the_page_says_what_verify_says(directory, keys, tmp_path, lang, title):
     assert f"<title>{title}</title>" in text
     assert '<span class="ok">ok</span>' in text
     assert text.count("class=none") == 2
+    for printed in ("@media print{", ".none::after{", "print-color-adjust:exact"):
+        assert printed in text  # a gap is to be seen on paper
     for outside in ("http:", "https:", "<script", "@import", "url("):
         assert outside not in text
     _, path = segments(min(directory.iterdir()))[0]
