@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 PURE_TESTS := tests/test_tidy.py tests/test_docs.py tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check lint fuzz page mutants bench bench-proxy soak soak-rotation kernels vm clean setup-dev
+.PHONY: help up test check lint fuzz page interop mutants bench bench-proxy soak soak-rotation kernels vm clean setup-dev
 
 help:
 	@echo 'make up              first run: set up .venv, start agent and sidecar, ask one question'
@@ -31,6 +31,7 @@ help:
 	@echo '                     FUZZ_S=3600 takes an hour (make test has a minute of kernels/sm4)'
 	@echo 'make page            the page on 14190 in a headless Chromium (apt-get install chromium-headless-shell);'
 	@echo '                     PAGE_PNG=docs/page.png keeps what it looks like'
+	@echo 'make interop         real vLLM on a CPU, in an environment of its own (3.5 GB; several minutes)'
 	@echo 'make mutants         put one-line faults into the data path, one at a time: the test named for each'
 	@echo '                     has to fail (about 15 minutes)'
 	@echo 'make bench           cost of the sidecar, of SM4 beside AES-256, of the engine (perf/README.md)'
@@ -75,6 +76,10 @@ fuzz: setup-dev
 
 page: setup-dev
 	$(BIN)/python -m pytest -q -rs tests/page
+
+interop: setup-dev
+	$(BIN)/python -m tests.interop.vllm_env
+	$(BIN)/python -m pytest -q -rs tests/interop
 
 mutants: setup-dev
 	$(BIN)/python -m tests.mutants

@@ -38,7 +38,7 @@ ASK_S: Final = 2.0
 PROBE_S: Final = 60.0
 _JOIN_S: Final = 5.0
 # Longer than two blocks of any engine (vLLM on a CPU has blocks of 128 tokens).
-_WORDS: Final = 400
+_WORDS: Final = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +106,24 @@ def _bounded(answer: httpx.Response) -> bytes:
     return body
 
 
-def probe(url: str, model: str, client: httpx.Client) -> Capabilities:
+def probe(url: str, model: str, client: httpx.Client, timeout_s: float = PROBE_S) -> Capabilities:
     """Ask for one token three times and return what could be seen.
 
     The prompt is some hundred words and new each time, so a prefix that is found is its own.
     Raises httpx.HTTPError where the engine does not answer.
     """
     salt = secrets.token_hex(4)
-    words = " ".join(f"{salt}-{index}" for index in range(_WORDS // 4))
-    body: dict[str, Any] = {"model": model, "prompt": f"Count on: {words}", "max_tokens": 1,
+    words = "one two three four five " * (_WORDS // 5)
+    body: dict[str, Any] = {"model": model, "prompt": f"{salt} {words}", "max_tokens": 1,
                             "temperature": 0}  # fmt: skip
     asked = f"{url}/v1/completions"
-    first = client.post(asked, json=body | {"return_token_ids": True}, timeout=PROBE_S)
+    first = client.post(asked, json=body | {"return_token_ids": True}, timeout=timeout_s)
     ids = first.is_success and has_token_ids(_json(first))
     if not first.is_success:  # an engine that refuses what it does not know
-        first = client.post(asked, json=body, timeout=PROBE_S)
+        first = client.post(asked, json=body, timeout=timeout_s)
         first.raise_for_status()
     hits_before = _hits(client, url)
-    second = client.post(asked, json=body, timeout=PROBE_S)
+    second = client.post(asked, json=body, timeout=timeout_s)
     second.raise_for_status()
     usage = usage_of(_json(second))
     hits_after = _hits(client, url)
@@ -133,7 +133,7 @@ def probe(url: str, model: str, client: httpx.Client) -> Capabilities:
     elif hits_before is not None and hits_after is not None:
         prefix = hits_after > hits_before
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
-    with client.stream("POST", asked, json=stream, timeout=PROBE_S) as answer:
+    with client.stream("POST", asked, json=stream, timeout=timeout_s) as answer:
         streamed = answer.is_success and stream_has_usage(answer.iter_lines())
     return Capabilities(ids, usage is not None, streamed, prefix)
 

@@ -39,6 +39,13 @@ def test_vllm_of_before():
     assert load.prefix_queried is None
 
 
+def test_vllm_of_today_as_it_was_recorded():
+    load = recorded("vllm-0.32")
+    assert (load.kind, load.running, load.waiting, load.kv_share) == ("vllm", 0, 0, 0)
+    assert (load.prefix_queried, load.prefix_hit, load.prefix_share) == (0, 0, None)
+    assert (load.preemptions, load.prompt_tokens, load.generated_tokens) == (0, 0, 0)
+
+
 def test_vllm_of_several_engines():
     load = recorded("vllm-dp2")
     assert (load.running, load.waiting) == (7, 2)
