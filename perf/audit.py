@@ -176,6 +176,7 @@ def _verified(directory: Path, jobs: int) -> dict[str, float]:
         "chain_seeds": [{"id": "perf", "seed": SEED.hex()}],
         "verify_keys": [SIGNER.key.line()],
     }
+    keys.touch(mode=0o600)
     keys.write_text(json.dumps(document), encoding="utf-8")
     command = [sys.executable, "-m", "proxy.cli", "audit", "verify", str(directory), "--json"]
     command += ["--keys", str(keys), "--jobs", str(jobs)]
