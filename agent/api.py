@@ -56,7 +56,6 @@ from agent.listen import peer_uid, transport_of
 from agent.memory.admission import predicted_tokens, shortage
 from agent.metrics import RequestTimes
 from agent.openai import Job, parse_chat, parse_completion
-from agent.witness_api import WitnessApi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,10 +63,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
+    from agent.chains import Chains
     from agent.config import Agent
     from agent.metrics import Metrics
     from agent.node import Node
-    from agent.witness_store import WitnessStore
 
     _Parse = Callable[[bytes, int], Job]
 
@@ -90,10 +89,10 @@ class Api:
         settings: Agent,
         metrics: Metrics,
         token: bytes,
-        witness: WitnessStore | None = None,
+        chains: Chains | None = None,
     ) -> None:
         self._node = node
-        self._witness = WitnessApi(witness, self._believed, metrics) if witness else None
+        self._chain_routes = chains.routes(self._believed, metrics) if chains else []
         self._settings = settings
         self._metrics = metrics
         self._bearer = b"Bearer " + token if token else b""
@@ -112,7 +111,7 @@ class Api:
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/v1/chat/completions", _Endpoint(self, parse_chat), methods=["POST"]),
                 Route("/v1/completions", _Endpoint(self, parse_completion), methods=["POST"]),
-                *(self._witness.routes() if self._witness else ()),
+                *self._chain_routes,
             ],
             exception_handlers={
                 HTTPException: self._on_http_error,

@@ -93,6 +93,15 @@ class Agent:
     witness_dir: str = setting(
         "", "where heads of sidecars' audit logs are kept to cosign them; empty: no witness"
     )
+    chains_dir: str = setting(
+        "", "where chain seeds, their escrow and trace-id leases are kept; empty: none are given"
+    )
+    auditor_public: str = setting(
+        "", "auditor's public key, 64 hex digits (X25519) or 128 (SM2); empty: no chain seeds"
+    )
+    machine: int = setting(
+        -1, "machine number in the node's trace ids; -1: made of the node's name", ge=-1, le=99999
+    )
     trusted_uids: tuple[str, ...] = setting(
         (), "uids believed over the unix socket, besides root and the agent's own"
     )
@@ -161,6 +170,10 @@ def _cross_check(agent: Agent) -> list[str]:
         upstream_targets(agent.upstreams)
     except ValueError as problem:
         problems.append(f"agent.upstreams: {problem}")
+    if agent.auditor_public and not auditor_key(agent.auditor_public):
+        problems.append("agent.auditor_public: expected 64 hex digits (X25519) or 128 (SM2)")
+    if agent.auditor_public and not agent.chains_dir:
+        problems.append("agent.auditor_public: needs agent.chains_dir, where seeds' state is kept")
     problems.extend("agent.model_names: a name is empty" for n in agent.model_names if not n)
     return problems
 
@@ -178,6 +191,14 @@ def upstream_targets(upstreams: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"{name} is there twice")
         found[name] = url.rstrip("/")
     return tuple(found.items())
+
+
+def auditor_key(text: str) -> bytes:
+    """Return the auditor's public key of a setting, b"" where there is none."""
+    try:
+        return bytes.fromhex(text) if len(text) in (64, 128) else b""
+    except ValueError:
+        return b""
 
 
 def read(path: str | None, environ: Mapping[str, str]) -> Agent:

@@ -13,30 +13,34 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import uvicorn
 import uvloop
 
 from agent.admin import AdminThread
 from agent.api import Api
-from agent.config import Agent, TokenError, read_token, upstream_targets
+from agent.chains import Chains
+from agent.config import Agent, TokenError, auditor_key, read_token, upstream_targets
 from agent.engine.types import Engine, EngineError
+from agent.lease_store import LeaseStore
 from agent.listen import HEAD_BYTES, DoorLimits, ListenError, door, open_tcp, open_unix
 from agent.memory.watch import MemoryWatch
 from agent.metrics import Metrics
 from agent.node import Node
+from agent.seed_store import ChainsError, SeedStore
 from agent.upstream_watch import UpstreamWatch
 from agent.witness_store import WitnessError, WitnessStore
-
-if TYPE_CHECKING:
-    import socket
+from proxy.audit.trace_id import machine_from_node
+from proxy.audit.wrap import usable_public
+from proxy.keys.memory import no_core_dumps
 
 log = logging.getLogger("tongguan.agent")
 
@@ -77,7 +81,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
     opened: list[socket.socket] = []
     try:
         token = read_token(settings.token_file)
-        witness = WitnessStore(Path(settings.witness_dir)) if settings.witness_dir else None
+        chains = _chains(settings)
         if settings.listen:
             opened.append(open_tcp(settings.listen, "agent.listen", settings.backlog))
         if settings.socket:
@@ -85,7 +89,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
         sockets = list(opened)
         if settings.admin:
             opened.append(open_tcp(settings.admin, "agent.admin", settings.backlog))
-    except (TokenError, ListenError, WitnessError) as problem:
+    except (TokenError, ListenError, WitnessError, ChainsError) as problem:
         for sock in opened:
             sock.close()
         # A person's mistake, not ours: a line, no traceback.
@@ -94,7 +98,7 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
 
     node = Node(time.monotonic_ns())
     metrics = Metrics(node)
-    api = Api(node, settings, metrics, token, witness)
+    api = Api(node, settings, metrics, token, chains)
     admin = AdminThread(opened[-1], node, metrics) if settings.admin else None
     server = api_server(settings, api, metrics)
     run = _Run(settings, node, server, api)
@@ -143,6 +147,24 @@ def _upstreams(settings: Agent, node: Node) -> UpstreamWatch | None:
     node.sections["upstreams"] = watch.section
     watch.start()
     return watch
+
+
+def _chains(settings: Agent) -> Chains:
+    """Return what is kept for sidecars' chains; raises `WitnessError`, `ChainsError`."""
+    witness = WitnessStore(Path(settings.witness_dir)) if settings.witness_dir else None
+    if not settings.chains_dir:
+        return Chains(witness)
+    no_core_dumps()
+    directory = Path(settings.chains_dir)
+    public = auditor_key(settings.auditor_public)
+    if public and not usable_public(public):
+        raise ChainsError("agent.auditor_public: no key that can be used here")
+    machine = settings.machine
+    if machine < 0:
+        # Not a number that a sidecar without a lease may make of the same name.
+        machine = machine_from_node(f"lease:{socket.gethostname()}")
+    seeds = SeedStore(directory, public) if public else None
+    return Chains(witness, LeaseStore(directory, machine), seeds)
 
 
 def api_server(settings: Agent, api: Api, metrics: Metrics) -> uvicorn.Server:

@@ -141,6 +141,14 @@ class Metrics:
         self.witness_origins = Gauge(
             "tongguan_agent_witness_origins", "Audit logs known.", registry=self.registry
         )
+        self.chain_seeds = Counter(
+            "tongguan_agent_chain_seeds",
+            "Seeds of audit chains handed out.",
+            registry=self.registry,
+        )
+        self.trace_leases = Gauge(
+            "tongguan_agent_trace_leases", "Trace-id leases that are out.", registry=self.registry
+        )
 
     def render(self) -> bytes:
         """Return the exposition text."""

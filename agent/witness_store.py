@@ -55,7 +55,7 @@ class WitnessStore:
         path = self._dir / KEY_NAME
         if not path.exists():
             name = f"witness-{secrets.token_hex(4)}"
-            _replace(path, f"{name} {secrets.token_hex(32)}\n".encode())
+            replace(path, f"{name} {secrets.token_hex(32)}\n".encode())
         if path.stat().st_mode & 0o077:
             raise WitnessError(f"agent.witness_dir: others may read {path}; run: chmod 600 {path}")
         name, _, private = path.read_text(encoding="ascii").strip().partition(" ")
@@ -74,7 +74,7 @@ class WitnessStore:
 
     def keep(self, head: Head) -> None:
         """Make a head durable, then known; raises OSError, with the old one still known."""
-        _replace(self._path(head.origin), _encode(head))
+        replace(self._path(head.origin), _encode(head))
         self.heads[head.origin] = head
 
     def forget(self, now_s: int) -> int:
@@ -118,7 +118,8 @@ def _read(path: Path) -> Head:
         raise WitnessError(f"agent.witness_dir: {path} is damaged; bring it back") from None
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """Put `data` in the place of a file, whole or not at all, durably; raises OSError."""
     partial = path.with_suffix(".partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

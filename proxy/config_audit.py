@@ -35,6 +35,15 @@ class Audit:
     witness_late_s: int = setting(
         300, "a witness that decides nothing for so long is an alarm; with block, not ready", ge=1
     )
+    agent: str = setting(
+        "", "the node's agent, for trace-id leases and seeds: http://host:port or unix:/path"
+    )
+    agent_authorization_file: str = setting(
+        "", "file whose content becomes the Authorization header to the agent"
+    )
+    seeds: Literal["keys", "agent"] = setting(
+        "keys", "who gives the chain's seed: the provider of keys, or audit.agent"
+    )
     retention_days: int = setting(
         183, "records older than this are removed, whole segments at a time; 0: never", ge=0
     )
@@ -53,11 +62,13 @@ def audit_problems(audit: Audit) -> list[str]:
     """Return what is wrong between settings of the audit chain."""
     if 0 < audit.rotate_records < ROTATE_RECORDS_MIN:
         return [f"audit.rotate_records: expected 0 or at least {ROTATE_RECORDS_MIN}"]
-    if audit.witness.startswith("https:"):
-        return ["audit.witness: expected http:// or unix:/path, of an agent on this node"]
-    if audit.witness:
+    if audit.seeds == "agent" and not audit.agent:
+        return ["audit.seeds: agent needs audit.agent, its address"]
+    for name, endpoint in (("witness", audit.witness), ("agent", audit.agent)):
+        if endpoint.startswith("https:"):
+            return [f"audit.{name}: expected http:// or unix:/path, of an agent on this node"]
         try:
-            split_endpoint(audit.witness)
+            split_endpoint(endpoint or "unix:/none")
         except ValueError as problem:
-            return [f"audit.witness: {problem}"]
+            return [f"audit.{name}: {problem}"]
     return []

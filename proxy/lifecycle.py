@@ -30,9 +30,16 @@ from proxy.sealing import all_keys, drop_expired, let_seal
 from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
-from proxy.starting import config_digest, start_audit, start_tracing, stop_tracing
+from proxy.starting import (
+    config_digest,
+    start_audit,
+    start_lease,
+    start_tracing,
+    stop_tracing,
+)
 
 if TYPE_CHECKING:
+    from proxy.leasing import Leasing
     from proxy.outlet import DoorName
     from proxy.tls import TlsDoor
     from proxy.workers import Worker
@@ -63,9 +70,11 @@ class Sidecar:
         identity = settings.identity
         self._node = identity.node or socket.gethostname()
         self._context = Context(settings, self._clock, loop, self._node)
+        self._machine = machine_from_node(self._node)
         if worker is not None:
-            machine = (machine_from_node(self._node) + worker.index) % MACHINES
-            self._context.trace_ids = TraceIds(machine)
+            self._machine = (self._machine + worker.index) % MACHINES
+            self._context.trace_ids = TraceIds(self._machine)
+        self._leasing: Leasing | None = None
         self._health = Health(self._context, self._clock)
         self._servers: list[asyncio.Server] = []
         self._admin: AdminDoor | None = None
@@ -130,7 +139,9 @@ class Sidecar:
         context.counters.loaded_wall_s = self._clock.wall_ms() / 1000
         start_tracing(settings, context, self._node)
         index = None if worker is None else worker.index
-        start_audit(settings, context, keys, self._clock, self._node, index)
+        self._leasing = start_lease(settings, context, self._machine)
+        leased = self._leasing is not None and self._leasing.held
+        start_audit(settings, context, keys, self._clock, self._node, index, leased=leased)
         context.lender = Lender(self._loop)
         if doors.app:
             await self._open("app", doors.app)
@@ -227,7 +238,7 @@ class Sidecar:
             made.audit.append(
                 "decision", {"what": "reload", "config_sha256": config_digest(settings)}
             )
-            follow(made.audit, rekeyed, own_seed=True)
+            follow(made.audit, rekeyed, own_seed=settings.audit.seeds == "keys")
         counters.loaded_wall_s = self._clock.wall_ms() / 1000
         counters.reloads["ok"] += 1
 
@@ -353,6 +364,8 @@ class Sidecar:
             except AuditUnavailableError as problem:
                 log.critical("audit: %s", problem)
         await stop_tracing(context)
+        if self._leasing is not None:
+            await self._loop.run_in_executor(None, self._leasing.stop)
         if self._admin is not None:
             self._admin.stop()
         self._source.close()

@@ -9,21 +9,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
 
+from proxy.audit.trace_id import SEQUENCES
 from proxy.config import WORKERS_MAX, Settings, describe, split_endpoint
 from proxy.recorder import Recorder
 from proxy.settings import SettingsError, StartError, one_line
 
 if TYPE_CHECKING:
+    from proxy.audit.agent_call import AgentAddress, ChainSeed
     from proxy.audit.signing import NoteSigner
     from proxy.audit.witness import WitnessClient
     from proxy.clock import SystemClock
     from proxy.context import Context
     from proxy.keys.provider import KeySet
+    from proxy.leasing import Leasing
+
+# An agent that starts with its sidecars has this long.
+SEED_TRIES, SEED_PAUSE_S = 6, 0.5
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +42,19 @@ def start_audit(
     clock: SystemClock,
     node: str,
     worker: int | None,
+    *,
+    leased: bool = False,
 ) -> None:
-    """Give `context` its chain; `worker`: which of several this is. Raises StartError."""
+    """Give `context` its chain; `worker`: which of several this is. Raises StartError.
+
+    `leased`: trace ids are the agent's, which the genesis says.
+    """
     row = settings.audit
     if not row.enabled or not row.dir:
         log.warning("audit is off: audit.dir is not set")
         return
-    seed = None if keys is None else keys.chain_seed()
-    if seed is None:
-        raise StartError("audit.dir is set, but no chain seed: set keys.file")
+    origin = _origin(settings, clock, node, worker)
+    seed = _chain_seed(settings, keys, origin)
     auditor = None if keys is None else keys.auditor_public()
     mode = row.token_ids or "sealed"
     if mode == "sealed" and auditor is None:
@@ -57,9 +68,10 @@ def start_audit(
     signers = _signers(keys)
     config = ChainConfig(
         dir=Path(row.dir),
-        origin=_origin(settings, clock, node, worker),
-        seed_id=seed[0],
-        seed=seed[1],
+        origin=origin,
+        seed_id=seed.id,
+        seed=seed.value,
+        escrow=seed.escrow,
         alg=row.alg,
         token_ids=mode,
         auditor_public=auditor,
@@ -70,7 +82,7 @@ def start_audit(
         heartbeat_s=row.heartbeat_s,
         rotate_s=row.rotate_s,
         rotate_records=row.rotate_records,
-        genesis=_genesis(settings),
+        genesis=_genesis(settings, leased=leased),
         signers=signers,
         witness=_witness(settings, signers),
     )
@@ -123,6 +135,54 @@ async def stop_tracing(context: Context) -> None:
     await context.loop.run_in_executor(None, tracer.outbox.stop, flush_s)
 
 
+def agent_of(settings: Settings) -> AgentAddress | None:
+    """Return the node's agent, None where none is set; raises StartError."""
+    row = settings.audit
+    if not row.agent:
+        return None
+    from proxy.audit.agent_call import AgentAddress  # noqa: PLC0415 - only with an agent
+
+    try:
+        secret = one_line(row.agent_authorization_file, "audit.agent_authorization_file")
+    except SettingsError as problem:
+        raise StartError(str(problem)) from None
+    return AgentAddress(split_endpoint(row.agent), secret)
+
+
+def start_lease(settings: Settings, context: Context, machine: int) -> Leasing | None:
+    """Take trace ids from the agent, if one is set; `machine` is theirs without a lease."""
+    agent = agent_of(settings)
+    if agent is None:
+        return None
+    from proxy.leasing import Leasing  # noqa: PLC0415 - only with an agent
+
+    ids = context.trace_ids
+    leasing = Leasing(agent, ids, context.loop, lambda: ids.move(machine, 0, SEQUENCES))
+    leasing.start()
+    return leasing
+
+
+def _chain_seed(settings: Settings, keys: KeySet | None, origin: str) -> ChainSeed:
+    from proxy.audit.agent_call import AgentError, ChainSeed, chain_seed  # noqa: PLC0415
+
+    agent = agent_of(settings) if settings.audit.seeds == "agent" else None
+    if agent is None:
+        seed = None if keys is None else keys.chain_seed()
+        if seed is None:
+            raise StartError("audit.dir is set, but no chain seed: set keys.file")
+        return ChainSeed(*seed, escrow="")
+    for left in range(SEED_TRIES - 1, -1, -1):
+        try:
+            return chain_seed(agent, origin)
+        except AgentError as problem:
+            if problem.refused or not left:
+                raise StartError(
+                    f"audit.seeds: the agent at {settings.audit.agent} gives no seed: {problem}"
+                ) from None
+            time.sleep(SEED_PAUSE_S)  # before anything is served
+    raise AssertionError
+
+
 def _signers(keys: KeySet | None) -> tuple[NoteSigner, ...]:
     rows = () if keys is None else keys.checkpoint_keys()
     if not rows:
@@ -164,13 +224,13 @@ def _origin(settings: Settings, clock: SystemClock, node: str, worker: int | Non
     return f"{identity.pod or node}/{os.getpid()}/{start_ns}"
 
 
-def _genesis(settings: Settings) -> dict[str, object]:
+def _genesis(settings: Settings, *, leased: bool) -> dict[str, object]:
     return {
         "config_sha256": config_digest(settings),
         "image": settings.identity.image,
         "clock_source": "wall at start + boottime",
         "clock_bound_ms": 5000,
-        "machine_source": "node_name",
+        "machine_source": "agent_lease" if leased else "node_name",
         "prompt_hash_mode": settings.audit.prompt_hash_mode,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from datetime import UTC, datetime
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 import click
 import orjson
 
-from proxy.audit.keys_cli import erase, rotate
+from proxy.audit.keys_cli import erase, escrow, rotate
 from proxy.audit.views.cli import follow_command, report, stats
 from proxy.audit.views.text import counted, print_result
 
 if TYPE_CHECKING:
-    from proxy.audit.epochs import MacKeys
     from proxy.audit.given import Given
     from proxy.audit.resume import Saved
     from proxy.keys.file import KeyFile
@@ -45,6 +45,7 @@ audit.add_command(report)
 audit.add_command(follow_command)
 audit.add_command(rotate)
 audit.add_command(erase)
+audit.add_command(escrow)
 
 _keys_option = click.option(
     "--keys",
@@ -67,6 +68,8 @@ _keys_option = click.option(
     multiple=True,
     help="A checkpoint kept elsewhere, or the list of a witness.",
 )
+@click.option("--escrow", "escrows", metavar="FILE", type=click.Path(path_type=Path), multiple=True,
+              help="Escrows of chain seeds that an agent kept.")  # fmt: skip
 @click.option("--live", is_flag=True, help="Also demand that open chains are fresh right now.")
 @click.option("--since", metavar="T", help="Skip what ended before T (RFC 3339 with offset).")
 @click.option("--jobs", metavar="N", type=click.IntRange(1, 64), default=1, show_default=True,
@@ -80,6 +83,7 @@ def verify(
     directory: Path,
     key_files: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
+    escrows: tuple[Path, ...],
     live: bool,
     since: str | None,
     jobs: int,
@@ -92,6 +96,7 @@ def verify(
     Without chain seeds (auditor.json) MACs are not checked: the best verdict is then ok_public. A
     chain that a running sidecar holds is open, which is fine. With --checkpoint the chains must
     also hold what somebody else saw of them: a cut end, a lost chain, an older copy are found.
+    Seeds that an agent gave are opened from their escrow with auditor.json and the agent's key.
 
     \b
     Exit codes:
@@ -116,7 +121,7 @@ def verify(
     from proxy.audit.verify import verify_directory
 
     since_ns = _since_ns(since)
-    given = _given(key_files)
+    given = _given(key_files, directory, escrows)
     try:
         expected = [e for path in checkpoints for e in read_checkpoints(path, given.public)]
     except GivenError as problem:
@@ -186,6 +191,7 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
     Exit codes: 0 found, 1 no such record, 2 wrong use (also the key of another auditor),
     3 cannot read, 13 the record's MAC or its token ids do not hold.
     """  # noqa: D301 - \\b is click's mark
+    from proxy.audit.epochs import MacKeys
     from proxy.audit.ids import OTHER_AUDITOR
     from proxy.audit.show import find_record
 
@@ -197,7 +203,8 @@ def show(directory: Path, trace_id: str, auditor_key: Path | None, as_json: bool
             param_hint="--auditor-key",
         )
     try:
-        shown = find_record(directory, trace_id, _mac_keys(key_file) if key_file else None, private)
+        seeds = _read_given((auditor_key,), directory).seeds if auditor_key else None
+        shown = find_record(directory, trace_id, MacKeys(seeds) if seeds else None, private)
     except OSError as problem:
         _fail(f"cannot read {directory}: {problem.strerror}", 3)
     if shown is None:
@@ -339,19 +346,35 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _given(paths: tuple[Path, ...]) -> Given:
-    from proxy.audit.given import GivenError, read_keys
-
-    try:
-        given = read_keys(paths)
-    except GivenError as problem:
-        raise click.BadParameter(str(problem), param_hint="--keys") from None
+def _given(
+    paths: tuple[Path, ...], directory: Path | None = None, escrows: tuple[Path, ...] = ()
+) -> Given:
+    given = _read_given(paths, directory, escrows)
     for path, file in given.files:
         if not file.chain_seeds and not file.verify_keys:
             raise click.BadParameter(
                 f"{path}: a {file.role}'s file without chain seeds; they are in auditor.json",
                 param_hint="--keys",
             )
+    return given
+
+
+def _read_given(
+    paths: tuple[Path, ...], directory: Path | None, escrows: tuple[Path, ...] = ()
+) -> Given:
+    """Read keys; with `directory` the seeds of escrows in and beside it, too."""
+    from proxy.audit.given import GivenError, open_escrows, read_keys
+
+    problems: list[str] = []
+    try:
+        given = read_keys(paths)
+        if directory is not None:
+            with contextlib.suppress(OSError):  # the check says what cannot be read
+                given, problems = open_escrows(given, directory, escrows)
+    except GivenError as problem:
+        raise click.BadParameter(str(problem), param_hint="--keys") from None
+    for text in problems:
+        click.echo(f"escrow {text}", err=True)
     return given
 
 
@@ -364,12 +387,6 @@ def _read_keys(path: Path, option: str) -> KeyFile:
         raise click.BadParameter(str(problem), param_hint=option) from None
     except OSError as problem:
         raise click.BadParameter(f"{path}: {problem.strerror}", param_hint=option) from None
-
-
-def _mac_keys(key_file: KeyFile) -> MacKeys:
-    from proxy.audit.epochs import MacKeys
-
-    return MacKeys(dict(key_file.chain_seeds))
 
 
 def _since_ns(text: str | None) -> int | None:

@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.audit.layout import LOCK_NAME, ids_name, segment_name, sync_dir
+from proxy.audit.layout import ESCROW_NAME, LOCK_NAME, ids_name, segment_name, sync_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,11 +94,20 @@ def _drop_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class Disk:
     """Files of one chain."""
 
-    def __init__(self, chain: Path) -> None:
+    def __init__(self, chain: Path, escrow: str = "") -> None:
+        """`escrow` lies beside the chain before its first record does."""
         self._chain = chain
+        self._escrow = escrow
         self._lock_fd = -1
         self._open: SegmentFile | None = None
         self._syncs = 0
@@ -142,6 +151,9 @@ class Disk:
         fd = os.open(fresh / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._escrow:
+                _write_synced(fresh / ESCROW_NAME, self._escrow.encode())
+                sync_dir(fresh)
             fresh.rename(self._chain)
             sync_dir(self._chain.parent)
         except OSError:

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.audit.chain import LINE_BYTES
-from proxy.audit.layout import chain_dirs, ids_name, is_locked, open_regular, segments
+from proxy.audit.layout import (
+    ESCROW_NAME,
+    chain_dirs,
+    ids_name,
+    is_locked,
+    open_regular,
+    segments,
+)
 from proxy.audit.prove import checkpoint_of, prove_many
 from proxy.audit.pruned import kept_for
 from proxy.audit.reader import stored_lines
@@ -250,6 +257,9 @@ def export_segments(
     chains = {part.chain.name: part.public() for part in parts}
     tar = _begin(out, keys, period, {"from_ns": from_ns, "to_ns": to_ns, "chains": chains})
     for part in parts:
+        escrow = part.chain / ESCROW_NAME
+        if escrow.exists():
+            tar.file(f"audit/{part.chain.name}/{ESCROW_NAME}", escrow, escrow.stat().st_size)
         for first, path in part.files[part.begin : part.end]:
             size = _whole_lines(path) if part.continues else path.stat().st_size
             tar.file(f"audit/{part.chain.name}/{path.name}", path, size)

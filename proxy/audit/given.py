@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import base64
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from proxy.audit.escrow import NOTE_BYTES_MAX, open_all
+from proxy.audit.layout import ESCROW_NAME, chain_dirs, open_regular, segments
 from proxy.audit.note import (
     COSIGNATURE,
     ED25519,
@@ -71,6 +73,29 @@ def read_keys(paths: Sequence[Path]) -> Given:
         if not available():
             raise GivenError(f"a key for SM2 was given: {Sm2UnavailableError()}")
     return Given(seeds, Keyset(public), tuple(files))
+
+
+def open_escrows(
+    given: Given, directory: Path, files: Sequence[Path] = ()
+) -> tuple[Given, list[str]]:
+    """Return `given` with the seeds of every escrow that an auditor's key in it opens.
+
+    Escrows lie beside the chains of `directory`, and in `files`, one behind another. Also returns
+    what was not opened, and why. Raises `GivenError`, OSError.
+    """
+    private = [file.auditor_private for _, file in given.files if file.auditor_private]
+    if not private:
+        return given, []
+    notes = [(path.name, note) for path in files for note in _notes(_text(path)) if note.strip()]
+    alone = bool(segments(directory))
+    for chain in [directory] if alone else chain_dirs(directory):
+        path = chain / ESCROW_NAME
+        if path.exists():
+            with open_regular(path) as file:
+                text = file.read(NOTE_BYTES_MAX).decode("utf-8", "replace")
+            notes.append((f"{chain.name}/{ESCROW_NAME}", text))
+    seeds, problems = open_all(notes, private[0], given.public)
+    return replace(given, seeds=given.seeds | seeds), problems
 
 
 def public_keys(file: KeyFile) -> list[PublicKey]:

@@ -1,4 +1,4 @@
-"""`tongguan audit rotate`, `erase`: an operator's word on the keys of the log."""
+"""`tongguan audit rotate`, `erase`, `escrow`: keys of the log, for operators and auditors."""
 
 from __future__ import annotations
 
@@ -128,6 +128,51 @@ def erase(
     for said in rows:
         where = f"record {said['seq']} of {said['origin']} says so"
         click.echo(f"destroyed {said['key_ref']} of tenant {tenant}; {where}")
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--keys", "key_files", metavar="FILE", type=click.Path(path_type=Path), multiple=True,
+              required=True, help="auditor.json and agents' keys; may be repeated.")  # fmt: skip
+@click.option("--escrow", "escrows", metavar="FILE", type=click.Path(path_type=Path), multiple=True,
+              help="Escrows that an agent kept, besides those in DIR.")  # fmt: skip
+@click.option("-o", "out", metavar="FILE", type=click.Path(path_type=Path), required=True,
+              help="The key file to write; must not be there.")  # fmt: skip
+def escrow(
+    directory: Path, key_files: tuple[Path, ...], escrows: tuple[Path, ...], out: Path
+) -> None:
+    """Open the escrows of chain seeds that agents made, into a key file.
+
+    It holds the seeds and the public keys, for the verifier that a bundle brings along; `verify`
+    opens escrows by itself. Keep it as you keep auditor.json.
+
+    \b
+    Exit codes: 0 all were opened, 1 none, or not all, 2 wrong use, 3 it cannot be read or written.
+
+    \b
+    tongguan audit escrow audit --keys auditor.json --keys agent.keys -o seeds.json
+    """  # noqa: D301 - \b is click's mark
+    from proxy.audit.given import GivenError, open_escrows, read_keys
+    from proxy.keys.file import KeyFile, encode
+    from proxy.keys.issue import write_new
+
+    try:
+        given = read_keys(key_files)
+        if not any(file.auditor_private for _, file in given.files):
+            raise click.UsageError("no auditor's private key in --keys; it is in auditor.json")
+        opened, problems = open_escrows(given, directory, escrows)
+        found = len(opened.seeds) - len(given.seeds)
+        seeds, lines = tuple(opened.seeds.items()), tuple(given.public.lines())
+        write_new(out, encode(KeyFile("auditor", (), {}, seeds, None, None, (), lines)))
+    except GivenError as problem:
+        raise click.UsageError(str(problem)) from None
+    except OSError as problem:
+        _fail(f"{problem.filename or directory}: {problem.strerror}", EXIT_IO)
+    for text in problems:
+        click.secho(text, fg="red", err=True)
+    click.echo(f"opened {found} of {found + len(problems)}")
+    if problems or not found:
+        sys.exit(EXIT_NOT_THERE)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOCK_NAME = ".lock"
+# The chain's seed under the auditor's key (`escrow`), where an agent gave it.
+ESCROW_NAME = "escrow.note"
 _CHAIN = re.compile(r"(\d{1,20})-[0-9a-f]{8}")
 _SEGMENT = re.compile(r"(\d{20})\.log")
 # Neither their locks nor their syncs mean what a chain needs them to mean.

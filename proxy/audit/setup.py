@@ -42,7 +42,7 @@ class ChainConfig:
     `config_sha256` and `image`.
     All `signers` sign every checkpoint; without one there are none. The key goes on after
     `rotate_records` records or `rotate_s`; 0: not for that reason. The writer keeps the config
-    without the seed: who has that has every key.
+    without the seed: who has that has every key. `escrow` is a note of the seed for the auditor.
     """
 
     dir: Path
@@ -64,6 +64,7 @@ class ChainConfig:
     checkpoint_s: int = CHECKPOINT_S
     rotate_records: int = 0
     rotate_s: int = 0
+    escrow: str = ""
 
 
 @dataclass(slots=True)
@@ -134,6 +135,8 @@ def genesis_members(config: ChainConfig, found: Survey) -> dict[str, Any]:
         "required_signers": [signer.key.line() for signer in config.signers],
         "prev_size": found.prev_size,
     }
+    if config.escrow:
+        genesis["escrow_sha256"] = hashlib.sha256(config.escrow.encode()).hexdigest()
     if found.prev_origin is not None:
         genesis["prev_origin"] = found.prev_origin
     if found.prev_note_sha256 is not None:

@@ -34,8 +34,9 @@ class Syncer:
         tree: Checkpointer | None,
         loop: asyncio.AbstractEventLoop,
         done: Callable[[Committed, Signed | None], None],
+        escrow: str = "",
     ) -> None:
-        self._disk = Disk(chain_dir)
+        self._disk = Disk(chain_dir, escrow)
         self._tree = tree
         self._loop = loop
         self._done = done

@@ -22,10 +22,11 @@ class TraceIds:
     """The source of one process's trace ids.
 
     `machine` is 0 to 99 999; the sequence begins at `start`: processes on one node that have no
-    lease draw it at random to meet less often.
+    lease draw it at random to meet less often. With a lease it stays within a block of its own
+    (`move`).
     """
 
-    __slots__ = ("_machine", "_ms", "_sequence")
+    __slots__ = ("_end", "_first", "_machine", "_ms", "_sequence")
 
     def __init__(self, machine: int, start: int = 0) -> None:
         if not 0 <= machine < MACHINES or not 0 <= start < SEQUENCES:
@@ -33,6 +34,16 @@ class TraceIds:
         self._machine = f"-{machine:05d}-"
         self._ms = 0
         self._sequence = start
+        self._first, self._end = 0, SEQUENCES
+
+    def move(self, machine: int, first: int, count: int) -> None:
+        """Go on under another machine, within the sequences from `first` on; raises ValueError."""
+        if not 0 <= machine < MACHINES or first < 0 or count < 1 or first + count > SEQUENCES:
+            raise ValueError("machine or sequences out of range")
+        self._machine = f"-{machine:05d}-"
+        self._first, self._end = first, first + count
+        self._sequence = first
+        self._ms += 1  # in a ms of its own: text order stays issue order
 
     def next(self, now_ms: int) -> str:
         """Return a new id; `now_ms` is Unix time."""
@@ -40,7 +51,7 @@ class TraceIds:
         sequence = self._sequence
         self._sequence += 1
         text = f"{self._ms}{self._machine}{sequence:04d}"
-        if self._sequence == SEQUENCES:
-            self._sequence = 0
+        if self._sequence == self._end:
+            self._sequence = self._first
             self._ms += 1
         return text

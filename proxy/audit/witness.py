@@ -12,11 +12,11 @@ from __future__ import annotations
 import base64
 import logging
 import queue
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING
 
+from proxy.audit.agent_call import AgentAddress
 from proxy.audit.checkpoint import Answer, Submission, cosigned_note
 from proxy.audit.note import NoteError
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PATH = "/witness/add-checkpoint"
-TIMEOUT_S = 5.0
 RETRY_S = 2.0
-ANSWER_BYTES_MAX = 64 << 10
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +46,8 @@ class WitnessClient:
         clock: Callable[[], float] = time.monotonic,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._address = address
+        self._agent = AgentAddress(address, authorization)
         self._keys = ", ".join(keys)
-        self._authorization = authorization
         self._late_s = late_s
         self._clock = clock
         self._retry_s = retry_s
@@ -166,38 +163,7 @@ class WitnessClient:
     def _post(self, submission: Submission) -> tuple[int, str]:
         proof = "".join(f"{base64.b64encode(node).decode()}\n" for node in submission.proof)
         body = f"old {submission.old_size}\n{proof}\n{submission.note}".encode()
-        fields = [
-            f"POST {PATH} HTTP/1.1",
-            "Host: witness",
-            "Connection: close",
-            f"Content-Length: {len(body)}",
-            f"Tongguan-Log-Key: {self._keys}",
-        ]
+        fields = [f"Tongguan-Log-Key: {self._keys}"]
         if self.closing:
             fields.append("Tongguan-Log-Closed: yes")
-        head = "\r\n".join(fields).encode()
-        if self._authorization:
-            head += b"\r\nAuthorization: " + self._authorization
-        with self._connect() as wire:
-            wire.sendall(head + b"\r\n\r\n" + body)
-            answer = b""
-            while len(answer) <= ANSWER_BYTES_MAX and (part := wire.recv(16384)):
-                answer += part
-        status_line, _, rest = answer.partition(b"\r\n")
-        text = rest.partition(b"\r\n\r\n")[2].decode("utf-8")
-        parts = status_line.split(b" ")
-        if len(parts) < 2 or not status_line.startswith(b"HTTP/1."):
-            raise ValueError("no HTTP answer")
-        return int(parts[1]), text
-
-    def _connect(self) -> socket.socket:
-        if isinstance(self._address, tuple):
-            return socket.create_connection(self._address, TIMEOUT_S)
-        wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            wire.settimeout(TIMEOUT_S)
-            wire.connect(self._address)
-        except OSError:
-            wire.close()
-            raise
-        return wire
+        return self._agent.post(PATH, body, *fields)

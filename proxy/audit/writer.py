@@ -87,7 +87,7 @@ class AuditWriter:
         self._tree: Checkpointer | None = None
         if config.signers:
             self._tree = Checkpointer(config.origin, config.signers, config.witness)
-        self._syncer = Syncer(chain_dir, self._tree, loop, self._done)
+        self._syncer = Syncer(chain_dir, self._tree, loop, self._done, config.escrow)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
             origin=config.origin,

@@ -185,7 +185,7 @@ def write(
     try:
         for role, file in files.items():
             path = directory / f".{FILE_NAMES[role]}.{suffix}"
-            _write_new(path, finish(role, encode(file)))
+            write_new(path, finish(role, encode(file)))
             temporary[role] = path
         # The auditor's first: it verifies what comes under either set, should we end in between.
         for role in sorted(temporary, key=lambda role: role != "auditor"):
@@ -201,7 +201,7 @@ def write(
 def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
     """Put `data` in the place of a key file, whole or not at all; raises OSError."""
     temporary = path.with_name(f".{path.name}.{suffix}")
-    _write_new(temporary, data)
+    write_new(temporary, data)
     try:
         temporary.replace(path)
     except BaseException:
@@ -210,7 +210,8 @@ def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
     _sync_directory(path.parent)
 
 
-def _write_new(path: Path, data: bytes) -> None:
+def write_new(path: Path, data: bytes) -> None:
+    """Write a key file that must not be there, mode 0600, durably; raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     try:
         with os.fdopen(descriptor, "wb") as file:

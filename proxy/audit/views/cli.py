@@ -50,15 +50,19 @@ def report(directory: Path, key_files: tuple[Path, ...], out: Path, lang: str) -
     Exits as verify does.
     """
     from proxy.audit.epochs import MacKeys
-    from proxy.audit.given import GivenError, read_keys
+    from proxy.audit.given import GivenError, open_escrows, read_keys
     from proxy.audit.verify import verify_directory
     from proxy.audit.views.page import page
     from proxy.audit.views.stats import stats_of
 
     try:
-        given = read_keys(key_files)
+        given, unopened = open_escrows(read_keys(key_files), directory)
     except GivenError as problem:
         raise click.BadParameter(str(problem), param_hint="--keys") from None
+    except OSError as problem:
+        _fail(f"{problem.filename or directory}: {problem.strerror}")
+    for row in unopened:
+        click.echo(f"escrow {row}", err=True)
     seeds = MacKeys(given.seeds) if given.seeds else None
     result = verify_directory(directory, seeds, pinned=given.public)
     try:

@@ -136,11 +136,11 @@ class ScriptEngine:
 class Served:
     """An API on loopback; `client` speaks to it."""
 
-    def __init__(self, settings, engine, token=b"", unix_path=None, witness=None):
+    def __init__(self, settings, engine, token=b"", unix_path=None, chains=None):
         self.node = Node(time.monotonic_ns())
         self.metrics = Metrics(self.node)
         self.engine = engine
-        self.api = Api(self.node, settings, self.metrics, token, witness)
+        self.api = Api(self.node, settings, self.metrics, token, chains)
         if engine is not None:
             self.node.loaded(engine, settings.model_names)
         self.sock = open_tcp("127.0.0.1:0", "agent.listen", 16)
@@ -203,9 +203,9 @@ def start(engine):
     """Return a function that serves; keyword arguments are settings."""
     running = []
 
-    def serve(engine=engine, token=b"", unix_path=None, witness=None, **settings):
+    def serve(engine=engine, token=b"", unix_path=None, chains=None, **settings):
         settings = dataclasses.replace(Agent(), **settings)
-        served = Served(settings, engine, token, unix_path, witness)
+        served = Served(settings, engine, token, unix_path, chains)
         running.append(served)
         return served
 

@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from agent.chains import Chains
 from agent.witness_store import WitnessStore
 from proxy.audit.checkpoint import Submission
 from proxy.audit.given import read_checkpoints
@@ -33,7 +34,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def witness(start, store):
-    return start(token=TOKEN, witness=store)
+    return start(token=TOKEN, chains=Chains(store))
 
 
 def post(witness, body, headers=OFFER):
@@ -219,7 +220,7 @@ def test_a_fork_is_an_alarm_that_is_raised_once(witness):
 
 def test_an_unreachable_witness_is_an_alarm_after_the_time_that_is_set(start, store):
     now = [100.0]
-    served = start(token=TOKEN, witness=store)
+    served = start(token=TOKEN, chains=Chains(store))
     port = served.port
     served.stop()
     asked = client(served, port=port, late_s=60, clock=lambda: now[0])
@@ -234,7 +235,7 @@ def test_an_unreachable_witness_is_an_alarm_after_the_time_that_is_set(start, st
 
 def test_an_alarm_becomes_a_record(tmp_path, start, store):
     now = [100.0]
-    served = start(token=TOKEN, witness=store)
+    served = start(token=TOKEN, chains=Chains(store))
     port = served.port
     served.stop()
     asked = client(served, port=port, late_s=60, clock=lambda: now[0])

@@ -79,7 +79,7 @@ def good_value(name, hint, meta, default):
         return "https://192.0.2.1:8200"
     if name == "tracing.endpoint":
         return "https://[2001:db8::1]:4318/v1/traces"
-    if name == "audit.witness":
+    if name in {"audit.witness", "audit.agent"}:
         return "unix:/run/agent.sock"
     if name == "qos.limits_url":
         return "http://192.0.2.1:9/limits"
@@ -165,8 +165,19 @@ def test_settings_are_frozen():
 # --- each setting, from both sources
 
 
-# Each but one: a provider other than the default needs settings beside it (below).
-ALONE = [row for row in LEAVES if row[0] != "keys.provider"]
+# Each but two: a provider, or an agent's seeds, need settings beside them (below).
+ALONE = [row for row in LEAVES if row[0] not in {"keys.provider", "audit.seeds"}]
+
+
+def test_seeds_of_an_agent_need_its_address():
+    text = '[audit]\nseeds = "agent"\n'
+    assert problems(text) == ["audit.seeds: agent needs audit.agent, its address"]
+    assert load(f'{text}agent = "unix:/run/agent.sock"\n', {}).audit.seeds == "agent"
+    assert load(text, {"TONGGUAN_AUDIT_AGENT": "http://127.0.0.1:14100"}).audit.seeds == "agent"
+    (problem,) = problems('[audit]\nagent = "https://h:1"\n')
+    assert problem.startswith("audit.agent: expected http:// or unix:/path")
+    (problem,) = problems("[audit]\nrotate_records = 999\n")
+    assert problem == "audit.rotate_records: expected 0 or at least 1000"
 
 
 @pytest.mark.parametrize(("name", "hint", "meta"), ALONE, ids=[name for name, *_ in ALONE])
