@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("agent", "ebpf", "kernels", "proxy")
 NO_INDEX = ("no matching distribution", "connection", "name or service", "name resolution")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def clean_environment() -> dict[str, str]:
@@ -37,7 +37,7 @@ def run(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
 
 
