@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.chains_api import ChainsApi
@@ -27,6 +27,7 @@ class Chains:
     witness: WitnessStore | None = None
     leases: LeaseStore | None = None
     seeds: SeedStore | None = None
+    witness_token: bytes = field(default=b"", repr=False)
 
     def routes(
         self, believed: Callable[[Scope, dict[bytes, bytes]], bool], metrics: Metrics
@@ -34,7 +35,7 @@ class Chains:
         """Return the routes; `believed` says of a caller whether it may ask."""
         routes: list[Route] = []
         if self.witness is not None:
-            routes += WitnessApi(self.witness, believed, metrics).routes()
+            routes += WitnessApi(self.witness, believed, metrics, self.witness_token).routes()
         if self.leases is not None:
             routes += ChainsApi(self.seeds, self.leases, believed, metrics).routes()
         return routes

@@ -93,6 +93,11 @@ class Agent:
     witness_dir: str = setting(
         "", "where heads of sidecars' audit logs are kept to cosign them; empty: no witness"
     )
+    witness_token_file: str = setting(
+        "",
+        "file of the bearer token that sidecars of other nodes show to have checkpoints cosigned; "
+        "it opens nothing else",
+    )
     chains_dir: str = setting(
         "", "where chain seeds, their escrow and trace-id leases are kept; empty: none are given"
     )
@@ -219,11 +224,11 @@ class TokenError(Exception):
     """The token file cannot be used; the message shows none of it."""
 
 
-def read_token(path: str) -> bytes:
+def read_token(path: str, name: str = "agent.token_file") -> bytes:
     """Return the token in `path`; "" gives no token.
 
     The file may hold the bare token or a whole `Bearer …` value, so that one file can serve the
-    sidecar's `authorization_file` too. Raises `TokenError`.
+    sidecar's `authorization_file` too. `name` is the setting's. Raises `TokenError`.
     """
     if not path:
         return b""
@@ -232,10 +237,10 @@ def read_token(path: str) -> bytes:
         mode = file.stat().st_mode
         token = file.read_bytes().strip()
     except OSError as problem:
-        raise TokenError(f"agent.token_file: {path}: {problem.strerror}") from None
+        raise TokenError(f"{name}: {path}: {problem.strerror}") from None
     if mode & 0o007:
-        raise TokenError(f"agent.token_file: {path}: others may read it; chmod 600 it")
+        raise TokenError(f"{name}: {path}: others may read it; chmod 600 it")
     token = token.removeprefix(b"Bearer ").strip()
     if len(token) < 16 or not token.isascii() or any(c <= 0x20 for c in token):
-        raise TokenError(f"agent.token_file: {path}: expected one token of 16 bytes or more")
+        raise TokenError(f"{name}: {path}: expected one token of 16 bytes or more")
     return token

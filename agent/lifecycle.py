@@ -150,10 +150,11 @@ def _upstreams(settings: Agent, node: Node) -> UpstreamWatch | None:
 
 
 def _chains(settings: Agent) -> Chains:
-    """Return what is kept for sidecars' chains; raises `WitnessError`, `ChainsError`."""
+    """Return what is kept for sidecars' chains; raises `WitnessError` and others."""
     witness = WitnessStore(Path(settings.witness_dir)) if settings.witness_dir else None
+    peers = read_token(settings.witness_token_file, "agent.witness_token_file")
     if not settings.chains_dir:
-        return Chains(witness)
+        return Chains(witness, witness_token=peers)
     no_core_dumps()
     directory = Path(settings.chains_dir)
     public = auditor_key(settings.auditor_public)
@@ -164,7 +165,7 @@ def _chains(settings: Agent) -> Chains:
         # Not a number that a sidecar without a lease may make of the same name.
         machine = machine_from_node(f"lease:{socket.gethostname()}")
     seeds = SeedStore(directory, public) if public else None
-    return Chains(witness, LeaseStore(directory, machine), seeds)
+    return Chains(witness, LeaseStore(directory, machine), seeds, peers)
 
 
 def api_server(settings: Agent, api: Api, metrics: Metrics) -> uvicorn.Server:

@@ -4,13 +4,15 @@
     GET  /witness/heads            a signed note of lines `<origin> <size> <root> open|closed`
     GET  /witness/keys             the witness's public key lines
 
-Believed callers only: a trusted uid over the unix socket, or the sidecars' bearer token. Disk and
+Believed callers only: a trusted uid over the unix socket, or the sidecars' bearer token. Those of
+other nodes have another token, which opens no other route than the first and the last. Disk and
 proofs are one thread's; at most `WAITING_MAX` submissions wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +51,10 @@ class WitnessApi:
         store: WitnessStore,
         believed: Callable[[Scope, dict[bytes, bytes]], bool],
         metrics: Metrics,
+        peers_token: bytes = b"",
     ) -> None:
         self._store = store
+        self._peers_bearer = b"Bearer " + peers_token if peers_token else b""
         self._believed = believed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="witness")
         self._metrics = metrics
@@ -67,7 +71,7 @@ class WitnessApi:
         ]
 
     async def _add(self, request: Request) -> Response:
-        if not self._allowed(request):
+        if not self._allowed(request, peers=True):
             return _text(401, "only a believed sidecar may ask")
         if self._waiting >= WAITING_MAX:
             return _text(503, f"{WAITING_MAX} submissions wait already")
@@ -124,12 +128,16 @@ class WitnessApi:
         return _text(200, write_note(text, [self._store.list_signer.sign(text)]) if text else "")
 
     async def _keys(self, request: Request) -> Response:
-        if not self._allowed(request):
+        if not self._allowed(request, peers=True):
             return _text(401, "only a believed caller may ask")
         return _text(200, self._store.cosigner.key.line() + "\n")
 
-    def _allowed(self, request: Request) -> bool:
-        return self._believed(request.scope, dict(request.scope["headers"]))
+    def _allowed(self, request: Request, *, peers: bool = False) -> bool:
+        headers: dict[bytes, bytes] = dict(request.scope["headers"])
+        given, bearer = headers.get(b"authorization", b""), self._peers_bearer
+        if peers and bearer and hmac.compare_digest(given, bearer):
+            return True
+        return self._believed(request.scope, headers)
 
 
 def _text(status: int, text: str) -> Response:

@@ -10,6 +10,8 @@ from proxy.settings import setting
 
 # An auditor derives each key from the one before, and a chain has at most 999 999 of them.
 ROTATE_RECORDS_MIN = 1000
+# A thread and a signature line each; `audit.checkpoint` counts on it.
+WITNESSES_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +28,28 @@ class Audit:
     flush_records: int = setting(256, "group size", ge=1, le=4096)
     heartbeat_s: int = setting(30, "record after so long without one", ge=1)
     segment_bytes: int = setting(64 << 20, "segment size", ge=1 << 16, le=64 << 20)
-    witness: str = setting(
-        "", "who cosigns checkpoints: http://host:port or unix:/path of an agent; empty: nobody"
+    witness: tuple[str, ...] = setting(
+        (),
+        "who cosigns checkpoints, at most 4: http://host:port or unix:/path of this node's agent "
+        "and of peers; empty: nobody",
+        lone=True,
     )
-    witness_authorization_file: str = setting(
-        "", "file whose content becomes the Authorization header to the witness"
+    witness_authorization_file: tuple[str, ...] = setting(
+        (),
+        "files whose content becomes the Authorization header to the witness of the same place in "
+        "the list; none behind the list's end, and for -",
+        lone=True,
+    )
+    witness_keys: tuple[str, ...] = setting(
+        (),
+        "public key lines of witnesses: only their cosignatures are taken; empty: any",
+        lone=True,
     )
     witness_late_s: int = setting(
-        300, "a witness that decides nothing for so long is an alarm; with block, not ready", ge=1
+        300,
+        "a witness that decides nothing for so long is an alarm; if all are so, with block, not "
+        "ready",
+        ge=1,
     )
     agent: str = setting(
         "", "the node's agent, for trace-id leases and seeds: http://host:port or unix:/path"
@@ -64,9 +80,16 @@ def audit_problems(audit: Audit) -> list[str]:
         return [f"audit.rotate_records: expected 0 or at least {ROTATE_RECORDS_MIN}"]
     if audit.seeds == "agent" and not audit.agent:
         return ["audit.seeds: agent needs audit.agent, its address"]
-    for name, endpoint in (("witness", audit.witness), ("agent", audit.agent)):
+    if len(audit.witness) > WITNESSES_MAX:
+        return [f"audit.witness: expected at most {WITNESSES_MAX} addresses"]
+    if len(set(audit.witness)) < len(audit.witness):
+        return ["audit.witness: an address stands there twice"]
+    if audit.witness and len(audit.witness_authorization_file) > len(audit.witness):
+        return ["audit.witness_authorization_file: more files than witnesses"]
+    endpoints = [("witness", endpoint) for endpoint in audit.witness]
+    for name, endpoint in (*endpoints, ("agent", audit.agent)):
         if endpoint.startswith("https:"):
-            return [f"audit.{name}: expected http:// or unix:/path, of an agent on this node"]
+            return [f"audit.{name}: expected http:// or unix:/path, of an agent"]
         try:
             split_endpoint(endpoint or "unix:/none")
         except ValueError as problem:

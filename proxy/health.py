@@ -76,8 +76,8 @@ class Health:
             reasons.append("replay_store_lost")
         if context.audit_blocked():
             reasons.append("audit_unavailable")
-        if self._witness_trouble() and context.settings.audit.on_failure == "block":
-            reasons.append(self._witness_trouble())
+        if self._unwitnessed():
+            reasons += self._witness_troubles()
         if self._clock.behind_ms() > CLOCK_BEHIND_MS:
             reasons.append(f"clock_behind_ms={self._clock.behind_ms()}")
         receiver = context.receiver
@@ -85,9 +85,21 @@ class Health:
             reasons.append("no_live_kid")
         return reasons
 
-    def _witness_trouble(self) -> str:
+    def _witness_troubles(self) -> list[str]:
         audit = self.context.audit
-        return audit.witness_trouble if audit is not None else ""
+        witnesses = audit.witnesses if audit is not None else ()
+        return [f"{w.trouble}: {w.name}" for w in witnesses if w.trouble]
+
+    def _unwitnessed(self) -> bool:
+        """Say whether policy stops traffic: no witness can be reached, or one refuses.
+
+        One of several that is away is a note: a peer's outage must not empty other nodes.
+        """
+        audit = self.context.audit
+        if audit is None or self.settings.audit.on_failure != "block" or not audit.witnesses:
+            return False
+        troubles = [witness.trouble for witness in audit.witnesses]
+        return all(troubles) or "witness_refused" in troubles
 
     def notes(self) -> list[str]:
         """Return what does not stop traffic but should be known."""
@@ -97,8 +109,8 @@ class Health:
             notes.append("audit_off")
         elif not context.audit.available:
             notes.append("audit_degraded")
-        if self._witness_trouble() and context.settings.audit.on_failure != "block":
-            notes.append(self._witness_trouble())
+        if not self._unwitnessed():
+            notes += self._witness_troubles()
         if context.settings.audit.prompt_hash_mode == "plain":
             notes.append("prompt_hashes_plain: a dictionary can open them")
         if context.receiver is not None and not context.settings.envelope.fence_s:

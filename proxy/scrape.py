@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from proxy.audit.checkpoint import Witness
     from proxy.context import Context
     from proxy.keys.watch import KeyWatch
 
@@ -383,8 +384,26 @@ class Collector:
             "Durable records behind the last checkpoint.",
             value=max(0, stats.head_seq - stats.checkpoint_seq),
         )
-        yield GaugeMetricFamily(
-            "tongguan_proxy_audit_witness_trouble",
-            "1 while the witness refuses, or has decided nothing for too long.",
-            value=int(bool(audit.witness_trouble)),
-        )
+        yield from witness_families(audit.witnesses)
+
+
+def witness_families(witnesses: Iterable[Witness]) -> Iterator[Metric]:
+    """Yield what is known of each witness, by its address."""
+    trouble = GaugeMetricFamily(
+        "tongguan_proxy_audit_witness_trouble",
+        "1 while the witness refuses, or has decided nothing for too long.",
+        labels=["witness"],
+    )
+    cosigned = CounterMetricFamily(
+        "tongguan_proxy_audit_witness_cosigned", "Checkpoints it cosigned.", labels=["witness"]
+    )
+    failures = CounterMetricFamily(
+        "tongguan_proxy_audit_witness_failures",
+        "Times it was asked and decided nothing.",
+        labels=["witness"],
+    )
+    for witness in witnesses:
+        trouble.add_metric([witness.name], int(bool(witness.trouble)))
+        cosigned.add_metric([witness.name], witness.cosigned)
+        failures.add_metric([witness.name], witness.failures)
+    yield from (trouble, cosigned, failures)

@@ -41,9 +41,13 @@ def setting(
     *,
     ge: float | None = None,
     le: float | None = None,
+    lone: bool = False,
 ) -> Any:
-    """Declare one setting: default, what it means with its unit, inclusive bounds."""
-    return field(default=default, metadata={"doc": doc, "ge": ge, "le": le})
+    """Declare one setting: default, what it means with its unit, inclusive bounds.
+
+    `lone`: a list that may also be written as one string.
+    """
+    return field(default=default, metadata={"doc": doc, "ge": ge, "le": le, "lone": lone})
 
 
 _SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
@@ -96,7 +100,8 @@ def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
 
 def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text: bool) -> Any:
     try:
-        result = _coerce(kind, value, text=text)
+        lone = meta.get("lone", False) and isinstance(value, str)
+        result = _coerce(kind, value, text=text or lone)
     except (ValueError, OverflowError):
         raise ValueError(f"{path}: expected {_type_name(kind)}, got {value!r}") from None
     least, most = meta.get("ge"), meta.get("le")

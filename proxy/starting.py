@@ -84,7 +84,7 @@ def start_audit(
         rotate_records=row.rotate_records,
         genesis=_genesis(settings, leased=leased),
         signers=signers,
-        witness=_witness(settings, signers),
+        witnesses=_witnesses(settings, signers),
     )
     try:
         context.audit = AuditWriter.start(config, clock, context.loop, context.gauges)
@@ -197,19 +197,34 @@ def _signers(keys: KeySet | None) -> tuple[NoteSigner, ...]:
         raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
 
 
-def _witness(settings: Settings, signers: tuple[NoteSigner, ...]) -> WitnessClient | None:
+def _witnesses(settings: Settings, signers: tuple[NoteSigner, ...]) -> tuple[WitnessClient, ...]:
     row = settings.audit
     if not row.witness:
-        return None
+        return ()
     if not signers:
         raise StartError("audit.witness is set, but the key file has no checkpoint_keys")
+    from proxy.audit.note import COSIGNATURE, Keyset, NoteError, parse_keys  # noqa: PLC0415
     from proxy.audit.witness import WitnessClient  # noqa: PLC0415 - only with a witness
 
-    return WitnessClient(
-        split_endpoint(row.witness),
-        [signer.key.line() for signer in signers],
-        authorization=one_line(row.witness_authorization_file, "audit.witness_authorization_file"),
-        late_s=row.witness_late_s,
+    try:
+        trusted = Keyset(parse_keys("\n".join(row.witness_keys)))
+    except NoteError as problem:
+        raise StartError(f"audit.witness_keys: {problem}") from None
+    if len(trusted.of_kind(COSIGNATURE)) < len(trusted):
+        raise StartError("audit.witness_keys: a key that is no witness's")
+    files = [file if file != "-" else "" for file in row.witness_authorization_file]
+    files += [""] * (len(row.witness) - len(files))
+    shown = [one_line(file, "audit.witness_authorization_file") for file in files]
+    return tuple(
+        WitnessClient(
+            split_endpoint(endpoint),
+            [signer.key.line() for signer in signers],
+            name=endpoint,
+            authorization=authorization,
+            trusted=trusted if len(trusted) else None,
+            late_s=row.witness_late_s,
+        )
+        for endpoint, authorization in zip(row.witness, shown, strict=False)
     )
 
 

@@ -1,25 +1,36 @@
-"""The tree of a chain as its writer keeps it: what is durable, signed, and shown to the witness.
+"""The tree of a chain as its writer keeps it: what is durable, signed, and shown to witnesses.
 
 Owned by the writer's sync thread. It is handed the lines that have become durable and nothing
 else, so no record that a crash may undo is ever signed. The tree is kept as ranges that meet at the
-sizes a witness knows or is asked for, so a consistency proof from there needs no look back:
+sizes that a witness knows or is asked for, so a consistency proof from there needs no look back.
+With one witness:
 
     [0, known)  [known, asked)  [asked, size)
+
+Each witness has its own two: one that is silent keeps none of the others from cosigning.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.audit.note import Checkpoint, NoteError, parse_note, write_note
+from proxy.audit.note import Checkpoint, NoteError, SignedNote, parse_note, write_note
 from proxy.audit.tree import Range, consistency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.audit.disk import Part
+    from proxy.audit.note import Keyset
     from proxy.audit.signing import NoteSigner
+
+# Four witnesses (`audit.witness`) at their most stay within what a reader takes of a note, 16 lines
+# and 16 KiB.
+LINES_MAX = 3
+LINES_BYTES_MAX = 2 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,9 @@ class Witness(Protocol):
     """Who cosigns, off this thread: `submit` never blocks. `closing`: the log ends."""
 
     closing: bool
+    name: str
+    cosigned: int
+    failures: int
 
     @property
     def trouble(self) -> str:
@@ -77,7 +91,7 @@ class Witness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A checkpoint of all that is durable, and what the witness cosigned since the last one."""
+    """A checkpoint of all that is durable, and an earlier note that witnesses have cosigned."""
 
     size: int
     note: str
@@ -95,26 +109,47 @@ class Signed:
         return members
 
 
+@dataclass(slots=True)
+class _Asked:
+    """Where one witness is: the size that it is known to hold, and the one it is asked for."""
+
+    witness: Witness
+    known: int = 0
+    size: int | None = None
+
+    def settle(self, answer: Answer | None) -> str:
+        """Take its answer; return what it cosigned, or ""."""
+        if answer is None or self.size is None:
+            return ""
+        asked, self.size = self.size, None
+        if answer.known == asked:
+            self.known = asked
+            return answer.cosigned
+        if answer.known == 0:
+            # It lost what it knew, or never knew this origin: everything is new to it.
+            self.known = 0
+        return ""
+
+
 class Checkpointer:
     """See the module."""
 
     def __init__(
-        self, origin: str, signers: Sequence[NoteSigner], witness: Witness | None = None
+        self, origin: str, signers: Sequence[NoteSigner], witnesses: Sequence[Witness] = ()
     ) -> None:
         """Raise `NoteError` for an origin that no note can carry."""
         if any(c < " " for c in origin) or not origin:
             raise NoteError("an origin is one line without control characters")
         self._origin = origin
         self._signers = tuple(signers)
-        self._witness = witness
-        self._known = Range()
-        self._asked: Range | None = None
-        self._fresh = Range()
+        self._asked = [_Asked(witness) for witness in witnesses]
+        self._ranges = [Range()]
+        self._carried = Carried()
 
     @property
     def size(self) -> int:
         """Records in the tree: all that are durable."""
-        return self._fresh.end
+        return self._ranges[-1].end
 
     def add(self, parts: Sequence[Part], records: int) -> None:
         """Take the first `records` records of a commit's parts: they are durable."""
@@ -123,55 +158,106 @@ class Checkpointer:
             done += part.records
             if done > records:
                 return
-            self._fresh.extend_lines(part.log)
+            self._ranges[-1].extend_lines(part.log)
 
     def sign(self) -> Signed:
-        """Sign the tree as it is, and ask the witness to cosign that, unless it is still busy."""
-        cosigned = self._settle(self._witness.poll()) if self._witness is not None else ""
-        whole = self._known.copy()
-        if self._asked is not None:
-            whole.join(self._asked)
-        whole.join(self._fresh)
+        """Sign the tree as it is, and ask each witness to cosign that, unless it is still busy."""
+        for number, asked in enumerate(self._asked):
+            self._carried.put(number, asked.settle(asked.witness.poll()))
+        whole = self._joined(0, self.size)
         text = Checkpoint(self._origin, whole.end, whole.root()).text()
         note = write_note(text, [signer.sign(text) for signer in self._signers])
-        if self._witness is not None and self._asked is None:
-            self._asked, self._fresh = self._fresh, Range(whole.end)
-            proof = consistency(self._known, self._asked)
-            old_size, size = self._known.end, whole.end
-            self._witness.submit(Submission(note, old_size, size, tuple(proof)))
-        return Signed(whole.end, note, cosigned)
+        free = [asked for asked in self._asked if asked.size is None]
+        for asked in free:
+            before, after = self._joined(0, asked.known), self._joined(asked.known, whole.end)
+            proof = tuple(consistency(before, after))
+            asked.size = whole.end
+            asked.witness.submit(Submission(note, asked.known, whole.end, proof))
+        self._cut()
+        return Signed(whole.end, note, self._carried.take())
 
     def farewell(self, seconds: float) -> None:
-        """Show the witness the end of the log, if it answers in time; then ask it no more."""
-        witness = self._witness
-        if witness is None:
-            return
-        if self._asked is not None:
-            self._settle(witness.wait(seconds / 2))
-        if self._asked is None and self._fresh.end > self._fresh.begin:
-            witness.closing = True
+        """Show the witnesses the end of the log, if they answer in time; then ask no more."""
+        self._wait(self._asked, seconds / 2)
+        last = [asked for asked in self._asked if asked.size is None and asked.known < self.size]
+        if last:
+            for asked in last:
+                asked.witness.closing = True
             self.sign()
-            witness.wait(seconds / 2)
-        witness.stop()
+            self._wait(last, seconds / 2)
+        for asked in self._asked:
+            asked.witness.stop()
 
-    def _settle(self, answer: Answer | None) -> str:
-        """Take the witness's answer; return what it cosigned, or ""."""
-        if answer is None or self._asked is None:
+    @staticmethod
+    def _wait(those: Sequence[_Asked], seconds: float) -> None:
+        """Wait for answers under way, all of them together at most so long."""
+        end = time.monotonic() + seconds
+        for asked in those:
+            if asked.size is not None:
+                asked.settle(asked.witness.wait(max(0.0, end - time.monotonic())))
+
+    def _joined(self, begin: int, end: int) -> Range:
+        """Return the leaves between two sizes at which ranges meet."""
+        whole = Range(begin)
+        for one in self._ranges:
+            if begin <= one.begin < end:
+                whole.join(one)
+        assert whole.end == end
+        return whole
+
+    def _cut(self) -> None:
+        """Let ranges meet at the sizes that are needed, and nowhere else."""
+        sizes = {size for asked in self._asked for size in (asked.known, asked.size)}
+        ends = sorted({0, self.size, *(size for size in sizes if size is not None)})
+        cut = itertools.pairwise(ends)
+        # What comes next starts a range of its own where somebody may know this size.
+        fresh = [Range(self.size)] if self._asked else []
+        self._ranges = [*(self._joined(begin, end) for begin, end in cut), *fresh] or [Range()]
+
+
+class Carried:
+    """What witnesses have cosigned and no record carries yet: one note a record, oldest first.
+
+    A note that each of its witnesses has cosigned a newer one behind is dropped: the newer says all
+    that it said. So there are never more notes than witnesses.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, dict[int, str]] = {}  # by size, by witness
+
+    def put(self, number: int, cosigned: str) -> None:
+        """Take a note with the lines of witness `number`; "" is nothing."""
+        if not cosigned:
+            return
+        size = int(cosigned.split("\n", 2)[1])
+        self._notes.setdefault(size, {})[number] = cosigned
+        newest = {by: at for at in sorted(self._notes) for by in self._notes[at]}
+        kept = set(newest.values())
+        self._notes = {at: notes for at, notes in self._notes.items() if at in kept}
+
+    def take(self) -> str:
+        """Return the oldest note with the lines of all who cosigned it; "" if there is none."""
+        if not self._notes:
             return ""
-        asked, self._asked = self._asked, None
-        if answer.known == asked.end:
-            self._known.join(asked)
-            return answer.cosigned
-        asked.join(self._fresh)
-        self._fresh = asked
-        if answer.known == 0:
-            # It lost what it knew, or never knew this origin: everything is new to it.
-            self._known.join(self._fresh)
-            self._fresh, self._known = self._known, Range()
-        return ""
+        notes = self._notes.pop(min(self._notes))
+        parsed = [parse_note(note) for _, note in sorted(notes.items())]
+        lines = dict.fromkeys(line for note in parsed for line in note.signatures)
+        return write_note(parsed[0].text, lines)
 
 
-def cosigned_note(note: str, lines: str) -> str:
-    """Return the note with a witness's signature lines behind its own; raises `NoteError`."""
+def cosigned_note(note: str, lines: str, trusted: Keyset | None = None) -> str:
+    """Return the note with a witness's signature lines behind its own; raises `NoteError`.
+
+    With `trusted`, only lines of these keys that hold are taken; "" if there are none.
+    """
+    if len(lines) > LINES_BYTES_MAX:
+        raise NoteError(f"cosignatures of more than {LINES_BYTES_MAX} bytes")
     base, more = parse_note(note), parse_note(f"\n\n{lines}")
-    return write_note(base.text, (*base.signatures, *more.signatures))
+    if len(more.signatures) > LINES_MAX:
+        raise NoteError(f"more than {LINES_MAX} cosignatures")
+    found = more.signatures
+    if trusted is not None:
+        found = tuple(line for line in found if trusted.signers(SignedNote(base.text, (line,))))
+        if not found:
+            return ""
+    return write_note(base.text, (*base.signatures, *found))

@@ -59,7 +59,7 @@ class ChainConfig:
     heartbeat_s: int
     genesis: dict[str, object]
     signers: tuple[NoteSigner, ...] = ()
-    witness: Witness | None = None
+    witnesses: tuple[Witness, ...] = ()
     checkpoint_records: int = CHECKPOINT_RECORDS
     checkpoint_s: int = CHECKPOINT_S
     rotate_records: int = 0

@@ -1,4 +1,4 @@
-"""The sidecar's side of the witness: one submission at a time, from a thread of its own.
+"""The sidecar's side of one witness: one submission at a time, from a thread of its own.
 
 A submission is tried again until the witness has decided: an answer that was lost may have been
 kept there, so the same note goes again, and 409 with its very size means it was. The data loop only
@@ -23,6 +23,8 @@ from proxy.audit.note import NoteError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from proxy.audit.note import Keyset
+
 PATH = "/witness/add-checkpoint"
 RETRY_S = 2.0
 
@@ -30,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class WitnessClient:
-    """A `checkpoint.Witness` over HTTP.
+    """A `checkpoint.Witness` over HTTP; each has a thread, so none waits for another.
 
-    `late_s` is how long nothing may be cosigned before that is an alarm. `pause(seconds)` waits and
-    may be cut short; tests hand in their own.
+    `name` is what it is called in readyz, metrics and alarms. `trusted`: only cosignatures of these
+    keys count, else any. `late_s` is how long nothing may be decided before that is an alarm.
     """
 
     def __init__(
@@ -41,13 +43,17 @@ class WitnessClient:
         address: tuple[str, int] | str,
         keys: Sequence[str],
         *,
+        name: str = "",
         authorization: bytes = b"",
+        trusted: Keyset | None = None,
         late_s: float,
         clock: Callable[[], float] = time.monotonic,
         retry_s: float = RETRY_S,
     ) -> None:
         self._agent = AgentAddress(address, authorization)
+        self.name = name or (address if isinstance(address, str) else f"{address[0]}:{address[1]}")
         self._keys = ", ".join(keys)
+        self._trusted = trusted
         self._late_s = late_s
         self._clock = clock
         self._retry_s = retry_s
@@ -112,7 +118,7 @@ class WitnessClient:
             self._alarmed = False
         elif not self._alarmed:
             self._alarmed = True
-            return f"{trouble}: {self.refusal}" if self.refusal else trouble
+            return f"{trouble}: {self.name}" + (f": {self.refusal}" if self.refusal else "")
         return ""
 
     # Its own thread.
@@ -133,15 +139,15 @@ class WitnessClient:
         try:
             status, body = self._post(submission)
         except (OSError, ValueError) as problem:
-            log.debug("witness: %s", problem)
+            log.debug("witness %s: %s", self.name, problem)
             return None
         if status == 200:
             try:
-                cosigned = cosigned_note(submission.note, body)
+                cosigned = cosigned_note(submission.note, body, self._trusted)
             except NoteError:
                 return None
-            self._decided("")
-            self.cosigned += 1
+            self._decided("" if cosigned else "its cosignature is by no key of audit.witness_keys")
+            self.cosigned += bool(cosigned)
             return Answer(submission.size, submission.size, cosigned)
         if status == 409 and body.strip().isdecimal():
             known = int(body)
@@ -156,7 +162,7 @@ class WitnessClient:
 
     def _decided(self, refusal: str) -> None:
         if refusal and refusal != self.refusal:
-            log.error("the witness refuses a checkpoint: %s", refusal)
+            log.error("the witness %s does not cosign a checkpoint: %s", self.name, refusal)
         self.refusal = refusal
         self._asked_s = None
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proxy.audit.checkpoint import Signed
+    from proxy.audit.checkpoint import Signed, Witness
     from proxy.audit.disk import Committed
     from proxy.audit.request import RequestText
     from proxy.clock import Clock
@@ -86,7 +86,7 @@ class AuditWriter:
         self._pid = os.getpid()
         self._tree: Checkpointer | None = None
         if config.signers:
-            self._tree = Checkpointer(config.origin, config.signers, config.witness)
+            self._tree = Checkpointer(config.origin, config.signers, config.witnesses)
         self._syncer = Syncer(chain_dir, self._tree, loop, self._done, config.escrow)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
@@ -155,10 +155,9 @@ class AuditWriter:
         return self._available and not self._room.losing and not self._closing
 
     @property
-    def witness_trouble(self) -> str:
-        """What is wrong with the witness, as a word for readyz; "" if nothing is, or none is."""
-        witness = self._config.witness
-        return witness.trouble if witness is not None else ""
+    def witnesses(self) -> tuple[Witness, ...]:
+        """Who is asked to cosign; to be read."""
+        return self._config.witnesses
 
     def watch(self) -> None:
         """Do what is due by time; to be called about once a second.
@@ -167,10 +166,9 @@ class AuditWriter:
         """
         if self._closing:
             return
-        witness = self._config.witness
-        alarm = witness.alarm() if witness is not None else ""
-        if alarm:
-            self.append("alarm", {"what": alarm})
+        for witness in self._config.witnesses:
+            if alarm := witness.alarm():
+                self.append("alarm", {"what": alarm})
         due = self._rotation.due(self._pending.next_seq, self._clock.mono_ns())
         if due or self._next_seed is not None:
             self.rotate()

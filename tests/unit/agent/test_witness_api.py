@@ -14,7 +14,7 @@ from agent.witness_store import WitnessStore
 from proxy.audit.checkpoint import Submission
 from proxy.audit.given import read_checkpoints
 from proxy.audit.note import ED25519, Keyset, parse_keys
-from proxy.audit.signing import NoteSigner
+from proxy.audit.signing import Cosigner, NoteSigner
 from proxy.audit.witness import WitnessClient
 from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
@@ -64,6 +64,18 @@ def test_statuses_are_those_of_the_protocol(witness):
     assert witness.client.get(PATH, headers=BELIEVED).status_code == 405
     assert witness.metric("tongguan_agent_witness_refused_total", reason="fork") == 1
     assert post(witness, submission(5, 9)).status_code == 200
+
+
+def test_another_nodes_token_opens_the_witness_and_nothing_else(start, store):
+    theirs = {"authorization": "Bearer another-nodes-token", "tongguan-log-key": LOG.key.line()}
+    chains = Chains(store, witness_token=b"another-nodes-token")
+    witness = start(token=TOKEN, chains=chains)
+    assert post(witness, submission(0, 5), theirs).status_code == 200
+    assert witness.client.get("/witness/keys", headers=theirs).status_code == 200
+    assert witness.client.get("/witness/heads", headers=theirs).status_code == 401
+    wrong = theirs | {"authorization": "Bearer another-nodes-tokem"}
+    assert post(witness, submission(5, 9), wrong).status_code == 401
+    assert "another" not in repr(chains)
 
 
 def test_without_a_directory_there_is_no_witness(start):
@@ -118,7 +130,7 @@ def chain(tmp_path, asked, number=1, records=100):
             origin=f"chain/{number}",
             signers=(SIGNER,),
             checkpoint_records=10,
-            witness=asked,
+            witnesses=asked,
         )
         clock = ManualClock(START_MS + number * 3_600_000)
         writer = AuditWriter.start(values, clock, asyncio.get_running_loop())
@@ -134,7 +146,7 @@ def chain(tmp_path, asked, number=1, records=100):
 
 def test_a_chain_is_witnessed_to_its_end(witness, store, tmp_path):
     asked = client(witness)
-    directory = chain(tmp_path, asked)
+    directory = chain(tmp_path, (asked,))
     (log,) = directory.glob("*.log")
     length = len(log.read_bytes().splitlines())
     head = store.heads["chain/1"]
@@ -146,7 +158,7 @@ def test_a_chain_is_witnessed_to_its_end(witness, store, tmp_path):
 
 
 def test_what_is_removed_behind_the_witness_is_found_by_its_list(witness, store, tmp_path):
-    directory = chain(tmp_path, client(witness))
+    directory = chain(tmp_path, (client(witness),))
     text = witness.client.get("/witness/heads", headers=BELIEVED).text
     (tmp_path / "heads").write_text(text)
     public = Keyset([SIGNER.key, store.cosigner.key])
@@ -210,11 +222,24 @@ def test_a_fork_is_an_alarm_that_is_raised_once(witness):
     asked.submit(Submission(other, 5, 9, ()))
     assert asked.wait(10).known == -1
     assert asked.trouble == "witness_refused"
-    assert asked.alarm().startswith("witness_refused: 422")
+    assert asked.alarm().startswith(f"witness_refused: 127.0.0.1:{witness.port}: 422")
     assert asked.alarm() == ""
     asked.submit(submitted(5, 9))
     assert asked.wait(10).cosigned
     assert asked.trouble == ""
+    asked.stop()
+
+
+def test_a_cosignature_of_no_trusted_key_is_not_taken(witness, store):
+    asked = client(witness, trusted=Keyset([Cosigner("another", b"\6" * 32).key]))
+    asked.submit(submitted(0, 5))
+    answer = asked.wait(10)
+    assert (answer.known, answer.cosigned, asked.cosigned) == (5, "", 0)
+    assert asked.alarm().endswith(": its cosignature is by no key of audit.witness_keys")
+    asked.stop()
+    asked = client(witness, trusted=Keyset([store.cosigner.key]))
+    asked.submit(submitted(5, 9))
+    assert asked.wait(10).cosigned
     asked.stop()
 
 
@@ -229,7 +254,10 @@ def test_an_unreachable_witness_is_an_alarm_after_the_time_that_is_set(start, st
         pass
     assert (asked.trouble, asked.alarm()) == ("", "")
     now[0] += 61
-    assert (asked.trouble, asked.alarm()) == ("witness_unreachable", "witness_unreachable")
+    assert (asked.trouble, asked.alarm()) == (
+        "witness_unreachable",
+        f"witness_unreachable: 127.0.0.1:{port}",
+    )
     asked.stop()
 
 
@@ -241,7 +269,9 @@ def test_an_alarm_becomes_a_record(tmp_path, start, store):
     asked = client(served, port=port, late_s=60, clock=lambda: now[0])
 
     async def scene():
-        values = config(tmp_path / "audit", signers=(SIGNER,), checkpoint_records=5, witness=asked)
+        values = config(
+            tmp_path / "audit", signers=(SIGNER,), checkpoint_records=5, witnesses=(asked,)
+        )
         writer = AuditWriter.start(values, ManualClock(START_MS), asyncio.get_running_loop())
         for record in range(20):
             await writer.durable(writer.append_request(request(record)))
@@ -249,12 +279,12 @@ def test_an_alarm_becomes_a_record(tmp_path, start, store):
         now[0] += 61
         writer.watch()
         writer.watch()
-        assert writer.witness_trouble == "witness_unreachable"
+        assert [w.trouble for w in writer.witnesses] == ["witness_unreachable"]
         await writer.close()
         return writer.dir
 
     (log,) = asyncio.run(scene()).glob("*.log")
     records = [json.loads(line.split(b"\t")[0]) for line in log.read_bytes().splitlines()]
     alarms = [record["what"] for record in records if record["kind"] == "alarm"]
-    assert alarms == ["witness_unreachable"]
+    assert alarms == [f"witness_unreachable: 127.0.0.1:{port}"]
     assert verify(tmp_path / "audit", KEYS, pinned=Keyset([SIGNER.key])).verdict == "ok"

@@ -30,7 +30,7 @@ HOUR_MS = 3_600_000
 ORIGIN = "local/default/pod/uid/"
 
 
-async def _write(directory, number, *, close=True, witness=None):
+async def _write(directory, number, *, close=True, witnesses=()):
     clock = ManualClock(START_MS + number * HOUR_MS)
     values = config(
         directory,
@@ -38,7 +38,7 @@ async def _write(directory, number, *, close=True, witness=None):
         signers=(SIGNER,),
         checkpoint_records=20,
         segment_bytes=16384,
-        witness=witness,
+        witnesses=witnesses,
         token_ids="commit",
     )
     writer = AuditWriter.start(values, clock, asyncio.get_running_loop())
@@ -159,7 +159,7 @@ def test_no_proof_is_made_of_a_changed_log(pristine, tmp_path):
 def test_a_proof_prefers_what_a_witness_cosigned(tmp_path, keys):
     from tests.unit.proxy.test_audit_checkpoints import Obliging
 
-    asyncio.run(_write(tmp_path / "w", 0, witness=Obliging()))
+    asyncio.run(_write(tmp_path / "w", 0, witnesses=(Obliging(),)))
     file = tmp_path / "proof.json"
     file.write_text(json.dumps(proof_of(tmp_path / "w", f"{ORIGIN}0", 30)))
     from tests.unit.proxy.test_audit_checkpoints import WITNESS as ITS_KEY

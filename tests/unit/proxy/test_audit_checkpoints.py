@@ -342,7 +342,8 @@ class Obliging:
         cosigned = write_note(note.text, (*note.signatures, line))
         self.answer = Answer(stated.size, stated.size, cosigned)
 
-    closing, trouble = False, ""
+    closing, trouble, name = False, "", "http://192.0.2.1:14100"
+    cosigned = failures = 0
 
     def alarm(self):
         return ""
@@ -366,7 +367,7 @@ def test_what_the_witness_cosigned_is_in_the_next_checkpoint(tmp_path, silent):
     witness = Obliging(silent=silent)
 
     async def scene():
-        writer = start(tmp_path, witness=witness)
+        writer = start(tmp_path, witnesses=(witness,))
         await many(writer, 200)
         await writer.close()
         return writer.dir
@@ -389,7 +390,7 @@ def test_a_witness_that_forgot_is_shown_everything_again(tmp_path, forget):
     witness = Obliging(forget=forget)
 
     async def scene():
-        writer = start(tmp_path, witness=witness)
+        writer = start(tmp_path, witnesses=(witness,))
         await many(writer, 200)
         await writer.close()
 
@@ -408,7 +409,7 @@ def test_a_cosigned_note_of_another_root_is_found(tmp_path):
             self.answer = Answer(submission.size, submission.size, write_note(text, [line]))
 
     async def scene():
-        writer = start(tmp_path, witness=Lying())
+        writer = start(tmp_path, witnesses=(Lying(),))
         await many(writer, 60)
         await writer.close()
 

@@ -79,7 +79,7 @@ def good_value(name, hint, meta, default):
         return "https://192.0.2.1:8200"
     if name == "tracing.endpoint":
         return "https://[2001:db8::1]:4318/v1/traces"
-    if name in {"audit.witness", "audit.agent"}:
+    if name == "audit.agent":
         return "unix:/run/agent.sock"
     if name == "qos.limits_url":
         return "http://192.0.2.1:9/limits"
@@ -176,6 +176,39 @@ def test_seeds_of_an_agent_need_its_address():
     assert load(text, {"TONGGUAN_AUDIT_AGENT": "http://127.0.0.1:14100"}).audit.seeds == "agent"
     (problem,) = problems('[audit]\nagent = "https://h:1"\n')
     assert problem.startswith("audit.agent: expected http:// or unix:/path")
+
+
+WITNESS = "[audit]\nwitness = "
+
+
+def test_witnesses_are_one_address_or_a_list():
+    assert load("", {}).audit.witness == ()
+    assert load(f'{WITNESS}""\n', {}).audit.witness == ()
+    assert load(f'{WITNESS}"unix:/a"\n', {}).audit.witness == ("unix:/a",)
+    both = ("unix:/a", "http://192.0.2.1:14100")
+    assert load(f"{WITNESS}{list(both)}\n", {}).audit.witness == both
+    assert load("", {"TONGGUAN_AUDIT_WITNESS": ", ".join(both)}).audit.witness == both
+
+
+@pytest.mark.parametrize(
+    ("rest", "problem"),
+    [
+        ('["unix:/a", "https://h:1"]', "audit.witness: expected http:// or unix:/path"),
+        ('["unix:/a", "unix:/a"]', "audit.witness: an address stands there twice"),
+        (str([f"unix:/{n}" for n in range(5)]), "audit.witness: expected at most 4 addresses"),
+        ("7", "audit.witness: expected a list of strings, got 7"),
+        (
+            '"unix:/a"\nwitness_authorization_file = ["-", "f"]',
+            "audit.witness_authorization_file: more files than witnesses",
+        ),
+    ],
+)
+def test_witnesses_that_cannot_be(rest, problem):
+    (told,) = problems(f"{WITNESS}{rest}\n")
+    assert told.startswith(problem)
+
+
+def test_a_key_goes_on_after_a_thousand_records_at_the_earliest():
     (problem,) = problems("[audit]\nrotate_records = 999\n")
     assert problem == "audit.rotate_records: expected 0 or at least 1000"
 
@@ -194,7 +227,7 @@ def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, meta)
 @pytest.mark.parametrize(("name", "hint", "meta"), LEAVES, ids=NAMES)
 def test_a_value_of_another_type_is_refused_by_name(name, hint, meta):
     del meta
-    found = problems(toml(name, 1 if hint in (str, bool) else "no such value"))
+    found = problems(toml(name, 1 if hint in (str, bool, tuple[str, ...]) else "no such value"))
     assert len(found) == 1
     assert found[0].startswith(f"{name}: expected ")
     if hint is str:

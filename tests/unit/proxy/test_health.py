@@ -229,13 +229,21 @@ def test_trouble_with_the_witness_is_noted_or_blocks(tmp_path, policy, trouble):
         health.started = True
         context.receiver = make_receiver()
         health.fence_until_ms = -1
-        witness = Witness()
-        values = config(tmp_path, signers=(SIGNER,), witness=witness)
+        witness, other = Witness(), Witness()
+        other.name = "unix:/run/agent.sock"
+        values = config(tmp_path, signers=(SIGNER,), witnesses=(witness, other))
         context.audit = AuditWriter.start(values, clock, loop)
         assert (health.unready(), health.notes()) == ([], [])
         witness.trouble = trouble
-        found = health.unready(), health.notes()
+        one = health.unready(), health.notes()
+        other.trouble = "witness_unreachable"
+        both = health.unready(), health.notes()
         await context.audit.close()
-        return found
+        return one, both
 
-    assert run(scene) == (([trouble], []) if policy == "block" else ([], [trouble]))
+    told = f"{trouble}: {Obliging.name}"
+    other = "witness_unreachable: unix:/run/agent.sock"
+    one, both = run(scene)
+    stops = policy == "block" and trouble == "witness_refused"
+    assert one == (([told], []) if stops else ([], [told]))
+    assert both == (([told, other], []) if policy == "block" else ([], [told, other]))
