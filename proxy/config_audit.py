@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from proxy.config_address import split_endpoint
@@ -12,6 +12,27 @@ from proxy.settings import setting
 ROTATE_RECORDS_MIN = 1000
 # A thread and a signature line each; `audit.checkpoint` counts on it.
 WITNESSES_MAX = 4
+
+
+Sync = Literal["group", "request"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSync:
+    """Which classes' requests wait for the disk: the audit policy `audit_sync`."""
+
+    p0: Sync = setting("group", "request: sent on once its open record is on disk")
+    p1: Sync = setting("group", "the same, for P1")
+    p2: Sync = setting("group", "the same, for P2")
+    wait_s: float = setting(
+        1.0, "longest wait for that; then audit.on_failure decides", ge=0.001, le=60
+    )
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The classes that wait."""
+        rows = (("P0", self.p0), ("P1", self.p1), ("P2", self.p2))
+        return tuple(qos for qos, sync in rows if sync == "request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +93,16 @@ class Audit:
         "keyed", "plain lets a dictionary open prompt hashes"
     )
     observed_bytes: int = setting(64 << 20, "bodies held for hashing, together", ge=1 << 20)
+    sync: AuditSync = field(default_factory=AuditSync)
 
 
 def audit_problems(audit: Audit) -> list[str]:
     """Return what is wrong between settings of the audit chain."""
     if 0 < audit.rotate_records < ROTATE_RECORDS_MIN:
         return [f"audit.rotate_records: expected 0 or at least {ROTATE_RECORDS_MIN}"]
+    if audit.sync.opens and not (audit.enabled and audit.dir):
+        qos = audit.sync.opens[0].lower()
+        return [f"audit.sync.{qos}: request needs a chain: set audit.dir, or let it be group"]
     if audit.seeds == "agent" and not audit.agent:
         return ["audit.seeds: agent needs audit.agent, its address"]
     if len(audit.witness) > WITNESSES_MAX:

@@ -290,6 +290,7 @@ class Context:
             histograms={c: (counters.duration[c], counters.first_byte[c]) for c in CLASSES},
             rules=rules_of(self.settings.qos.rules, name, "" if row is None else row.sla),
             bucket=self.gates.buckets.get(name),
+            opens=self.settings.audit.sync.opens,
         )
         # Whoever has a row is kept however many names gateways come up with.
         if row is not None or len(self._tenants) < TENANTS_MAX:

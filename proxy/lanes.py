@@ -72,6 +72,7 @@ class Lane:
     overflow: Lane | None = None  # the same request in the pool that takes what this one cannot
     seals: bool = False  # sealed on the way out
     may_seal: bool = False  # that, or where it overflows to it is
+    opens: bool = False  # it is sent on once its `open` record is on disk
 
 
 @dataclass(slots=True)
@@ -115,8 +116,12 @@ def tenant_lanes(
     histograms: dict[QosClass, tuple[Histogram, Histogram]],
     rules: tuple[Rule, ...] = (),
     bucket: TokenBucket | None = None,
+    opens: tuple[str, ...] = (),
 ) -> Tenant:
-    """Return a tenant with all its lanes; a cap below P0 makes lanes for lowered classes too."""
+    """Return a tenant with all its lanes; a cap below P0 makes lanes for lowered classes too.
+
+    `opens`: the classes whose requests wait for their `open` record.
+    """
     lanes: dict[tuple[QosClass, str], Lane] = {}
     known: dict[bytes | None, Lane] = {}
     for asked in (None, *(c.encode() for c in CLASSES), *(c.lower().encode() for c in CLASSES)):
@@ -136,6 +141,10 @@ def tenant_lanes(
         if key not in lanes:
             lanes[key] = _lane(name, verdict, wanted, routes, tiers, histograms, bucket)
         known[asked] = lanes[key]
+    for lane in lanes.values():
+        lane.opens = lane.qos in opens
+        if lane.overflow is not None:
+            lane.overflow.opens = lane.opens
     default = known[None]
     if rules and rules[0].plain:
         known[None] = known[rules[0].qos.encode()]

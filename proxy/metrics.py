@@ -81,6 +81,9 @@ class Counters:
         self.outcomes = {(q, o): 0 for q in classes for o in OUTCOMES}
         self.duration = {qos: Histogram() for qos in classes}
         self.first_byte = {qos: Histogram() for qos in classes}
+        self.opening = 0  # requests that wait for their `open` record now
+        self.opens = {(q, r): 0 for q in classes for r in ("durable", "failed", "late", "left")}
+        self.open_wait = {qos: Histogram() for qos in classes}
         self.refused_heads = dict.fromkeys(DOORS, 0)
         self.connections_refused = 0
         self.envelopes_opened = 0

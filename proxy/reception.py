@@ -12,6 +12,7 @@ from proxy.errors import RequestError
 from proxy.http.body import view
 from proxy.http.peek import PEEK_BYTES, peek
 from proxy.intake import SealedIntake, too_large_sealed
+from proxy.opening import Opening
 from proxy.qos.admission import Ticket
 from proxy.qos.classes import UnknownClassError
 from proxy.qos.rules import choose, tokens
@@ -40,6 +41,7 @@ class Reception(Replier):
     _intake: SealedIntake | None = None
     _place: Tier | None = None  # where it counts as in flight
     _ticket: Ticket | None = None  # while it waits for that
+    _opening: Opening | None = None  # while it waits for its `open` record
     _undecided: Tenant | None = None  # until a rule has seen the body
 
     def open(self) -> None:
@@ -213,7 +215,28 @@ class Reception(Replier):
         assert ticket is not None, "granted without a ticket"
         self._ticket = None
         self._place = ticket.tier
-        self._lease()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send on what has its place: now, or when its `open` record is on disk (`audit.sync`)."""
+        context = self.context
+        audit = context.audit
+        if not self.lane.opens or audit is None:
+            self._lease()
+            return
+        self._bound_wait(context.clock.mono_ns())
+        self._opening = Opening(context, self.lane.qos, self._opened)
+        self._opening.begin(audit, self.trace_id, self.tenant, self.traceparent)
+
+    def _opened(self, durable: bool) -> None:  # noqa: FBT001 - a value, not a switch
+        """Send it on, or refuse it where policy demands a record that could not be written."""
+        self._opening = None
+        if durable or not self.context.blocks_on_audit:
+            self._lease()
+            return
+        self.dispatch_ns = self.context.clock.mono_ns()  # until then it waited
+        text = "its audit record is not on disk, and is to be before it is sent on (audit.sync)"
+        self.refuse(RequestError("audit_unavailable", text), keep=True)
 
     def turned_away(self, refusal: Refusal) -> None:
         """See `Waiter`."""

@@ -116,7 +116,7 @@ class Relay(Lending):
         if self.lane.overflow is not None:
             self._parts = lines, framing, body
         if self._enter(body):
-            self._lease()
+            self._go_on()
 
     def envelope_ready(self) -> None:
         """See `Waiter`: the signature was verified, or the shared store has answered."""
@@ -142,7 +142,7 @@ class Relay(Lending):
             self.prepare_to_seal(b"")
             self.downstream.hold_body(hold=True)
             if self._enter(b""):
-                self._lease()
+                self._go_on()
             return
         self._upstream_chunked = request.content_length is None
         self.observe_begins(self._pieces)
@@ -156,7 +156,7 @@ class Relay(Lending):
             self._parts = request.lines, framing, b""
         self.downstream.hold_body(hold=True)
         if self._enter(b""):
-            self._lease()
+            self._go_on()
 
     def _send_piece(self, data: bytes, *, framed: bool = False) -> None:
         if self._to_seal is not None:
@@ -396,6 +396,9 @@ class Relay(Lending):
         if endpoint is not None:
             endpoint.outstanding -= self.cost
             self._endpoint = None
+        if self._opening is not None:
+            self._opening.leave()
+            self._opening = None
         if self._intake is not None:
             self._intake.release()
         if self._to_seal is not None or self._sealing_held:

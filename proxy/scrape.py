@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from kernels.wire import AVAILABLE
 from proxy.metrics import built
 from proxy.qos.pools import STATE_NAMES
+from proxy.scrape_audit import opening_families
 from proxy.scrape_keys import key_families
 from proxy.scrape_qos import qos_families
 from proxy.scrape_spans import span_families
@@ -352,6 +353,8 @@ class Collector:
         )
         if audit is None:
             return
+        if self._context.settings.audit.sync.opens:
+            yield from opening_families(self._context.counters)
         stats = audit.stats
         for name, text in (
             ("records", "Records appended."),

@@ -60,7 +60,11 @@ class Shown:
 def find_record(
     directory: Path, trace_id: str, keys: MacKeys | None, auditor_private: bytes | None
 ) -> Shown | None:
-    """Return the `request` record of a trace id, newest chain first; raises OSError."""
+    """Return the `request` record of a trace id, newest chain first; raises OSError.
+
+    Of a request without one, because the process ended before it did, its `open` record.
+    """
+    opened: tuple[Path, Path, int, int, Line] | None = None
     wanted = b'"trace_id":' + orjson.dumps(clean_text(trace_id))
     chains = [directory] if segments(directory) else chain_dirs(directory)
     for chain in reversed(chains):
@@ -70,13 +74,25 @@ def find_record(
                     if wanted not in raw:
                         continue
                     line = parse_line(raw)
-                    if isinstance(line, Line) and line.record["kind"] == "request":
-                        name = f"{chain.name}/{path.name}"
-                        alone = chain == directory
-                        return _shown(
-                            line, path, name, first, offset, keys, auditor_private, alone=alone
-                        )
-    return None
+                    if not isinstance(line, Line):
+                        continue
+                    found = chain, path, first, offset, line
+                    if line.record["kind"] == "request":
+                        return _found(directory, found, keys, auditor_private)
+                    if line.record["kind"] == "open":
+                        opened = found
+    return _found(directory, opened, keys, auditor_private) if opened is not None else None
+
+
+def _found(
+    directory: Path,
+    found: tuple[Path, Path, int, int, Line],
+    keys: MacKeys | None,
+    auditor_private: bytes | None,
+) -> Shown:
+    chain, path, first, offset, line = found
+    name, alone = f"{chain.name}/{path.name}", chain == directory
+    return _shown(line, path, name, first, offset, keys, auditor_private, alone=alone)
 
 
 def _shown(

@@ -19,11 +19,11 @@ class Waiters:
         self._loop = loop
         self._rows: list[tuple[int, asyncio.Future[None]]] = []
 
-    async def durable(self, ticket: int) -> None:
-        """Return when the ticket's record is durable; raises `AuditUnavailableError`."""
+    def durable(self, ticket: int) -> asyncio.Future[None]:
+        """Return what is done when the record is durable, or has `AuditUnavailableError`."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._rows.append((ticket, future))
-        await future
+        return future
 
     def wake(self, durable_ticket: int, *, failed: bool) -> None:
         """Wake whoever has what they wait for; where the disk failed, all."""

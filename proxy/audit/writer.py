@@ -266,11 +266,14 @@ class AuditWriter:
         Raises `AuditUnavailableError` when it was lost or the disk fails meanwhile (the record is
         still tried again).
         """
-        if 0 <= seq <= self._pending.durable_ticket:
-            return
+        if not 0 <= seq <= self._pending.durable_ticket:
+            await self.when_durable(seq)
+
+    def when_durable(self, seq: int) -> asyncio.Future[None]:
+        """As `durable`, of a record just appended, for who does not wait in a task; may cancel."""
         if seq == LOST or not self._available or self._drained is not None:
             raise AuditUnavailableError("the audit chain cannot be written now")
-        await self._waiters.durable(seq)
+        return self._waiters.durable(seq)
 
     async def close(self) -> None:
         """Write `closed`, sync, unlock. Raises `AuditUnavailableError` if it did not get there."""

@@ -495,7 +495,8 @@ class Sidecar:
         """Return the request record with this trace id (or other member), waiting for it."""
 
         def find():
-            found = [r for r in self.records() if r.get(member) == value]
+            records = [r for r in self.records() if r["kind"] != "open"]
+            found = [r for r in records if r.get(member) == value]
             assert len(found) <= 1, "two records for one request"
             return found
 

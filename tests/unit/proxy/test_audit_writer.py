@@ -91,6 +91,24 @@ def test_durable_waits_for_the_disk_and_wakes_everybody(tmp_path):
     run(scene)
 
 
+def test_one_who_no_longer_waits_for_the_disk_is_left_out(tmp_path):
+    async def scene():
+        writer = _start(tmp_path, flush_ms=1)
+        members = {"trace_id": "1-1-1", "tenant": "t\ud800", "qos": "P0"}
+        left, stays = (writer.when_durable(writer.append("open", dict(members))) for _ in "ab")
+        left.cancel()
+        await stays
+        assert [r["kind"] for r in _records(writer.dir)][-2:] == ["open", "open"]
+        with pytest.raises(AuditUnavailableError):
+            writer.when_durable(LOST)
+        with pytest.raises(AuditError):
+            writer.append("open", {"trace_id": "1-1-1", "tenant": "t"})
+        await writer.close()
+
+    run(scene)
+    assert verdict(tmp_path) == ("ok", None)
+
+
 def test_two_writers_on_one_directory_are_two_chains(tmp_path):
     async def scene():
         one = _start(tmp_path, origin="one")

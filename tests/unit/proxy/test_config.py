@@ -166,7 +166,8 @@ def test_settings_are_frozen():
 
 
 # Each but two: a provider, or an agent's seeds, need settings beside them (below).
-ALONE = [row for row in LEAVES if row[0] not in {"keys.provider", "audit.seeds"}]
+NOT_ALONE = {"keys.provider", "audit.seeds", "audit.sync.p0", "audit.sync.p1", "audit.sync.p2"}
+ALONE = [row for row in LEAVES if row[0] not in NOT_ALONE]
 
 
 def test_seeds_of_an_agent_need_its_address():
@@ -206,6 +207,13 @@ def test_witnesses_are_one_address_or_a_list():
 def test_witnesses_that_cannot_be(rest, problem):
     (told,) = problems(f"{WITNESS}{rest}\n")
     assert told.startswith(problem)
+
+
+def test_a_class_that_is_to_wait_for_the_disk_needs_a_chain():
+    (problem,) = problems('[audit.sync]\np1 = "request"\n')
+    assert problem.startswith("audit.sync.p1: request needs a chain: set audit.dir")
+    more = {"TONGGUAN_AUDIT_DIR": "/a", "TONGGUAN_AUDIT_SYNC_P0": "request"}
+    assert load('[audit.sync]\np2 = "request"\n', more).audit.sync.opens == ("P0", "P2")
 
 
 def test_a_key_goes_on_after_a_thousand_records_at_the_earliest():
