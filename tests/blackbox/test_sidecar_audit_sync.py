@@ -153,6 +153,14 @@ def test_sent_again_it_is_not_opened_again(sidecar, upstream):
     assert [r["trace_id"] for r in opens(sidecar)].count(answer.trace_id) == 1
 
 
+def test_a_large_body_is_held_until_then_and_comes_whole(sidecar, upstream):
+    answer = sidecar.ask(post(LARGE))
+    assert answer.status == 200
+    assert upstream.last().body() == LARGE
+    sidecar.record(answer.trace_id)
+    assert answer.trace_id in {r["trace_id"] for r in opens(sidecar)}
+
+
 def test_a_tunnel_waits_too(sidecar, upstream):
     def script(seen):
         seen.reply(b"HTTP/1.1 101 Go\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")

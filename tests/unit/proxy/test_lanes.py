@@ -104,6 +104,16 @@ def test_policy_may_refuse_what_is_not_plain(context, value, repeated):
     assert made.lane(None, repeated=False, qos=qos) is made.known[None]
 
 
+def test_a_class_that_waits_for_the_disk_waits_in_whatever_pool_serves_it():
+    loop = asyncio.new_event_loop()
+    text = '[audit]\ndir = "/a"\nsync = {p0 = "request"}\n[pools.dedicated]\noverflow = true\n'
+    text += '[tenants.a]\nmax_class = "P0"\n[pools.shared]\noverflow = true\n'
+    known = Context(load(text, {}), ManualClock(), loop, "node").tenant("a").known
+    for qos, waits in ((b"P0", True), (b"P1", False)):
+        assert (known[qos].opens, known[qos].overflow.opens) == (waits, waits)
+    loop.close()
+
+
 def test_the_bound_is_the_pools_and_for_p0_the_smaller_of_two():
     loop = asyncio.new_event_loop()
 
