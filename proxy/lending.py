@@ -44,6 +44,7 @@ class Lender:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.lent: dict[int, Borrowed] = {}
         self.lent_total = 0
+        self.refused_total = 0  # by `limits.lent_streams`
         self.pump = wire.pump(STREAMS_MAX, WAKE_BYTES)
         self._loop = loop
         if self.pump is not None:
@@ -110,9 +111,13 @@ class Lending(Dispatch):
             or self.changes_length
             or self._stream is None
             or not (isinstance(answer, (Chunked, UntilClose)))
-            or len(lender.lent) >= self.context.settings.limits.lent_streams
         ):
             self._reads = -(1 << 30)  # never: none of this changes
+            return
+        limit = self.context.settings.limits.lent_streams
+        if len(lender.lent) >= limit:
+            lender.refused_total += limit > 0
+            self._reads = -(1 << 30)
             return
         client = self.downstream.lendable()
         source = connection.lendable()

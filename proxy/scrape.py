@@ -94,12 +94,13 @@ class Collector:
         for limit, count in list(counters.limit_hits.items()):
             hits.add_metric([limit], count)
         hits.add_metric(["doors.connections"], counters.connections_refused)
+        lender = self._context.lender
+        hits.add_metric(["limits.lent_streams"], lender.refused_total if lender else 0)
         hits.add_metric(["audit.observed_bytes"], self._context.observing.unobserved)
         timeouts = sum(r.upstreams.connect_timeouts for r in self._context.routes.values())
         hits.add_metric(["timeouts.connect_s"], timeouts)
         hits.add_metric(["limits.event_bytes"], self._context.observing.long_events)
         yield hits
-        lender = self._context.lender
         for name, text, value in (
             ("request_body_bytes", "Request body bytes received.", counters.request_bytes),
             ("answer_body_bytes", "Answer body bytes from upstream.", counters.answer_bytes),

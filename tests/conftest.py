@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sysconfig
 import tomllib
 from pathlib import Path
@@ -26,7 +27,12 @@ LONGEST = (
 
 
 def pytest_sessionstart() -> None:
-    """Refuse to test a compiled data path that is older than its source."""
+    """Refuse to test a compiled data path that is older than its source.
+
+    A shell's background jobs ignore SIGINT, and what they start does too: tests send it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for name in project["tool"]["tongguan"]["compiled"]:

@@ -212,3 +212,31 @@ def test_sigterm_ends_lent_streams_with_an_error_event(tmp_path, upstream, backe
         assert payload.startswith(b"".join(EVENTS[:5]) + b"data: ")
         assert b'"draining"' in payload
         assert sidecar.ended() == 0
+
+
+@LENT
+def test_no_more_than_lent_streams_are_lent(tmp_path, upstream, backend):
+    going = []
+
+    def script(seen):
+        seen.reply(SSE_HEAD)
+        seen.wire.send(chunk(EVENTS[0]))
+        until(lambda: going, "the end")
+        seen.wire.send(chunk(DONE) + LAST_CHUNK)
+
+    upstream.answering(script)
+    with (
+        Sidecar(tmp_path, backend.url, LIMITS_LENT_STREAMS=1) as sidecar,
+        sidecar.client() as first,
+        sidecar.client() as second,
+    ):
+        for client in (first, second):
+            client.send(post(CHAT))
+            client.head()
+            client.take(len(chunk(EVENTS[0])))
+        hits = "tongguan_proxy_limit_hits_total"
+        until(lambda: sidecar.metric(hits, limit="limits.lent_streams") == 1, "the limit")
+        assert sidecar.metric("tongguan_proxy_lent_streams_open") == 1
+        going.append(True)
+        for client in (first, second):
+            assert client.chunked()[0] == DONE

@@ -103,7 +103,7 @@ def test_wheel_holds_the_extensions_where_they_can_be_built(wheel: Path) -> None
     with (ROOT / "pyproject.toml").open("rb") as file:
         compiled = tomllib.load(file)["tool"]["tongguan"]["compiled"]
     path = {name.removesuffix(".py") for name in compiled} | {"proxy/path__mypyc"}
-    assert names == {"kernels/sm4/_sm4", "kernels/wire/_wire"} | path
+    assert names == {"kernels/cpu/_products", "kernels/sm4/_sm4", "kernels/wire/_wire"} | path
 
 
 def test_wheel_without_a_compiler_is_pure_and_works(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_script_ran_under_its_policy(page):
 
 
 def test_engine_classes_and_devices_are_shown(page):
-    assert "tiny (float32 on cpu)" in page.stdout
+    assert re.search(r"tiny \((int4|float32) on cpu\)", page.stdout)
     rows = re.findall(r'<tr><th scope="row">(P\d)</th><td>(\d+)</td>', text_of(page, "classes"))
     assert rows == [("P0", "1"), ("P1", "2"), ("P2", "1")]
     assert re.search(
