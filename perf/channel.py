@@ -196,7 +196,11 @@ def make_keys(folder: Path) -> dict[str, Path]:
 
 
 def configure(ports: peers.Ports, keys: Path, tier: str) -> list[str]:
-    """Write the settings (shipped defaults but for places and ports); return the command."""
+    """Write the settings; return the command.
+
+    Shipped defaults but for places and ports, and for the native pump, which streams in clear have
+    and sealed ones have not: with it the ratios would be the pump's, not the channel's.
+    """
     folder = ports.folder / "channel"
     engine = f'endpoints = ["http://127.0.0.1:{ports.backend}"]'
     config = folder / "tongguan.toml"
@@ -205,7 +209,7 @@ def configure(ports: peers.Ports, keys: Path, tier: str) -> list[str]:
         f'sealed = "127.0.0.1:{ports.sealed}"\nadmin = "127.0.0.1:{ports.admin}"\n'
         + "".join(f"[pools.{pool}]\n{engine}\n" for pool in ("dedicated", "shared", "best_effort"))
         + f'[keys]\nfile = "{keys}"\n[audit]\ndir = "{folder / "audit"}"\n'
-        + f'[envelope]\nsm4_tier = "{tier}"\n',
+        + f'[envelope]\nsm4_tier = "{tier}"\n[limits]\nlent_streams = 0\n',
         encoding="utf-8",
     )
     return [sys.executable, "-m", "proxy", "--config", str(config)]
