@@ -24,7 +24,7 @@ help:
 	@echo '                     until Ctrl-C.  ONESHOT=1 stops after the answer;'
 	@echo '                     ASK="..." asks your own question;'
 	@echo '                     TONGGUAN_UP_BASE_PORT=15000 takes ports 15080 to 15190, not 14080 to 14190'
-	@echo 'make test            everything: make check, then all tests (about 6 minutes on 2 cores)'
+	@echo 'make test            everything: make check, then all tests (10 to 20 minutes on 2 cores)'
 	@echo 'make check           format, lint, types, import directions, unit tests'
 	@echo '                     (a few minutes the first time, when it installs the tools)'
 	@echo 'make fuzz            all fuzzers (heads, chunks, JSON, event streams, envelopes, SM4), 10 minutes together;'
