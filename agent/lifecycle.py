@@ -103,13 +103,11 @@ def serve(settings: Agent, load: Load, *, console: IO[str]) -> int:
     server = api_server(settings, api, metrics)
     run = _Run(settings, node, server, api)
     watch, upstreams = _watch(settings, node), _upstreams(settings, node)
-    if admin:
-        admin.start()
     where = ", ".join(a for a in (settings.listen, settings.socket) if a)
     log.info("listening on %s; admin on %s", where, settings.admin or "no port")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(run, sockets, load, console))
+            runner.run(_run(run, sockets, load, console, admin))
     finally:
         if settings.socket:
             with contextlib.suppress(OSError):
@@ -195,10 +193,18 @@ def api_server(settings: Agent, api: Api, metrics: Metrics) -> uvicorn.Server:
     )
 
 
-async def _run(run: _Run, sockets: list[socket.socket], load: Load, console: IO[str]) -> None:
+async def _run(
+    run: _Run,
+    sockets: list[socket.socket],
+    load: Load,
+    console: IO[str],
+    admin: AdminThread | None,
+) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, run, number)
+    if admin:  # who sees the probes answer may send a signal
+        admin.start()
     loader = threading.Thread(
         target=_load, args=(run, loop, load, console), name="load", daemon=True
     )

@@ -30,7 +30,7 @@ from tests.unit.proxy.sm4_kit import NOW_MS, make_receiver
 CLASSES = ("P0", "P1", "P2")
 POOLS = ("dedicated", "shared", "best_effort")
 OTHER_LIMITS = ("doors.connections", "audit.observed_bytes", "limits.event_bytes",
-                "timeouts.connect_s")  # fmt: skip
+                "limits.lent_streams", "timeouts.connect_s")  # fmt: skip
 MS = 1_000_000
 
 
