@@ -15,7 +15,7 @@ from kernels import build
 from kernels.build import BuildError
 
 
-def library() -> ctypes.CDLL:
+def libnvrtc() -> ctypes.CDLL:
     """Return the library; raises `BuildError` where there is none."""
     names = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
     if found := ctypes.util.find_library("nvrtc"):
@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL:
 
 def compile_cubin(arch: str) -> bytes:
     """Return a cubin of all kernels for `arch` (sm_XX); raises `BuildError` with the log."""
-    nvrtc = library()
+    nvrtc = libnvrtc()
     files = build.sources()
     main = files.pop(build.MODULE)
     names = (ctypes.c_char_p * len(files))(*(name.encode() for name in files))

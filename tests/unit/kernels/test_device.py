@@ -58,7 +58,7 @@ def test_without_pycuda_it_is_said(tmp_path):
 
 def test_the_run_time_compiler_needs_no_header_but_ours():
     try:
-        nvrtc.library()
+        nvrtc.libnvrtc()
     except build.BuildError:
         pytest.skip("capability: libnvrtc (package nvidia-cuda-nvrtc)")
     assert nvrtc.compile_cubin("sm_80")[:4] == b"\x7fELF"
