@@ -179,7 +179,8 @@ class Downstream(Outlet):
 
     def _request_whole(self, relay: Relay, body: bytes = b"") -> None:
         self._state = State.ANSWER
-        self.deadline_ns = NEVER_NS
+        if not self._held:  # else it has the deadline of its wait, which goes on
+            self.deadline_ns = NEVER_NS
         self._resume_reading()  # a large body may have paused it; a client that leaves must be seen
         try:
             if body:

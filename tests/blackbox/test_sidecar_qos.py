@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.blackbox.harness import (
+    LAST_CHUNK,
     OK,
     OK_HEAD,
     Client,
@@ -244,6 +245,33 @@ def test_a_wait_ends_at_its_deadline_with_queue_deadline(started, upstream, keys
         assert late.send(post(body(2), P1)).answer().status == 200
         assert sidecar.metric("tongguan_proxy_shed_total", reason="queue_deadline") == 1
         assert sidecar.metric("tongguan_proxy_shed_beyond_budget_total", qos="P1") == 1
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_body_that_ends_in_the_read_that_begins_its_wait_keeps_the_deadline(
+    started, upstream, framing
+):
+    held = Held()
+    upstream.answering(held)
+    sidecar = started(POOLS_SHARED_INFLIGHT=1, QOS_P1_DEADLINE_S=0.4, LIMITS_COLLECT_BYTES=1000)
+    whole = b"x" * 5000
+    if framing == "chunked":
+        head = get(b"/", P1, b"Transfer-Encoding: chunked").replace(b"GET", b"POST")
+        first, rest = head, chunk(whole) + LAST_CHUNK
+    else:
+        request = post(whole, P1)
+        first, rest = request[:-4990], request[-4990:]
+    with Clients(sidecar) as clients:
+        clients.send(post(body(0), P1))
+        held.count(1)
+        late = clients.send(first)
+        until(lambda: sidecar.metric("tongguan_proxy_connections", door="app") == 2, "a head")
+        begun = time.monotonic()
+        answer = late.send(rest).answer()  # more than is collected: it streams, and waits
+        assert (answer.status, answer.error()) == (503, "queue_deadline")
+        assert time.monotonic() - begun < 5
+        held.let(2)
+        assert late.send(post(body(2), P1)).answer().status == 200
 
 
 def test_the_time_in_the_queue_is_in_the_record(started, upstream, keys):
