@@ -24,7 +24,7 @@ from proxy.config_address import FIELD_VALUE, split_address, split_endpoint, spl
 from proxy.config_audit import Audit, audit_problems
 from proxy.config_doors import Doors, doors_problems
 from proxy.config_keys import Envelope, Keys, envelope_problems, keys_problems
-from proxy.config_pools import Pool, Pools, Seal, pools_problems
+from proxy.config_pools import Pool, Pools, Seal, UpperPool, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
 from proxy.config_tls import Tls
 from proxy.config_tracing import Tracing, tracing_problems
@@ -48,6 +48,7 @@ __all__ = [
     "Timeouts",
     "Tls",
     "Tracing",
+    "UpperPool",
     "describe",
     "load",
     "read",

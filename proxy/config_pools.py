@@ -43,7 +43,6 @@ class Pool:
     keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
     retry_percent: float = setting(10.0, "requests sent a second time; 0: none", ge=0, le=100)
     seal: Seal = field(default_factory=Seal)
-    overflow: bool = setting(False, "what finds no place goes on: P0 to shared, P1 to best_effort")
     eject_errors: int = setting(5, "errors in a row that eject an endpoint; 0: never", ge=0)
     eject_slow_factor: float = setting(
         5.0, "first byte over the others' median that ejects an endpoint; 0: never", ge=0
@@ -53,13 +52,22 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpperPool(Pool):
+    """A pool with one below it, which may take what it cannot."""
+
+    overflow: bool = setting(
+        False, "what finds no place goes on: P0 to shared, P1 to best_effort; best_effort has none"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """The three pools a class is sent to."""
 
     there_are: ClassVar[str] = "; there are dedicated, shared and best_effort"
 
-    dedicated: Pool = field(default_factory=Pool)
-    shared: Pool = field(default_factory=Pool)
+    dedicated: UpperPool = field(default_factory=UpperPool)
+    shared: UpperPool = field(default_factory=UpperPool)
     best_effort: Pool = field(default_factory=Pool)
 
 
@@ -95,8 +103,8 @@ def _seal_problems(pools: Pools, name: str) -> list[str]:
                 f"pools.{name}.authorization_file: beside an envelope it would travel in clear; "
                 "the next hop has its own for its upstream"
             )
-    other = OVERFLOWS_TO.get(name)
-    if other is not None and pool.overflow and pool.seal.keys:
+    if isinstance(pool, UpperPool) and pool.overflow and pool.seal.keys:
+        other = OVERFLOWS_TO[name]
         taker: Pool = getattr(pools, other)
         if not taker.seal.keys:
             problems.append(

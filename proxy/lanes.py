@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from proxy.config import Pool, Qos
+from proxy.config import Pool, Qos, UpperPool
 from proxy.connector import Upstreams
 from proxy.metrics import Histogram
 from proxy.qos.admission import Tier
@@ -169,7 +169,8 @@ def _lane(
     fields = f"X-QoS-Class: {verdict.qos}\r\nX-Tenant-Id: {tenant}\r\n".encode()
     answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: "
     overflow = None
-    if taken_by is None and route.settings.overflow and pool in OVERFLOW:  # one step, no further
+    upper = route.settings
+    if taken_by is None and isinstance(upper, UpperPool) and upper.overflow:  # one step, no further
         other = OVERFLOW[pool]
         overflow = _lane(tenant, verdict, wanted, routes, tiers, histograms, bucket, other)
     return Lane(

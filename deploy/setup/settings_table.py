@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from agent.config import Agent
-from proxy.config import Pool, Settings
+from proxy.config import Pool, Settings, UpperPool
 from proxy.settings import ENV_PREFIX
 
 if typing.TYPE_CHECKING:
@@ -73,10 +73,10 @@ def rows(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
     for item in dataclasses.fields(kind):
         hint, path = hints[item.name], f"{prefix}{item.name}"
         if dataclasses.is_dataclass(hint):
-            if hint is not Pool:
+            if hint is UpperPool and item.name == "shared":  # the three are alike: one table
+                yield from rows(UpperPool, f"{prefix}<pool>.")
+            elif not issubclass(typing.cast("type", hint), Pool):
                 yield from rows(typing.cast("type", hint), f"{path}.")
-            elif item.name == "shared":  # the three pools are alike: one table
-                yield from rows(Pool, f"{prefix}<pool>.")
         elif "doc" not in item.metadata:
             inner = typing.get_args(hint)
             if typing.get_origin(hint) is tuple:  # a list of tables

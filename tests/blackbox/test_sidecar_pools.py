@@ -457,6 +457,15 @@ def test_overflow_goes_one_step(tmp_path, two):
         assert [client.answer().status for client in (one, other)] == [200, 200]
 
 
+def test_the_last_pool_has_no_overflow_to_set(tmp_path, two):
+    toml = pools(best_effort={"overflow": "true"})
+    sidecar = Sidecar(tmp_path / "s", two[0].url, toml=toml, POOLS_BEST_EFFORT_OVERFLOW="true")
+    assert sidecar.spawn().ended() == 2
+    first, second = sidecar.log.splitlines()
+    assert "pools.best_effort.overflow: unknown" in first
+    assert "TONGGUAN_POOLS_BEST_EFFORT_OVERFLOW: unknown" in second
+
+
 def test_the_shared_pool_lets_best_effort_serve(tmp_path, two):
     closed = f"http://127.0.0.1:{free_base()}"
     toml = pools(

@@ -150,7 +150,7 @@ def test_what_would_leave_in_clear_is_a_mistake(text, what):
         SEALED + "endpoints = ['http://192.0.2.1:1', 'http://192.0.2.1:2']",
         SEALED + "overflow = true\n[pools.best_effort]\nseal.keys = ['a.json']",
         "[pools.shared]\noverflow = true\n[pools.best_effort]\nseal.keys = ['a.json']",
-        "[pools.best_effort]\nseal.keys = ['a.json']\noverflow = true",
+        "[pools.best_effort]\nseal.keys = ['a.json']",
     ],
 )
 def test_pools_that_seal_where_they_have_to_are_good(text):
