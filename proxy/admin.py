@@ -4,6 +4,10 @@ Runs in a thread with a loop of its own, so that a probe is answered while the d
 stuck, which is when it matters. It only reads what the data loop writes; what it changes it hands
 over with `call_soon_threadsafe`. Guarded paths answer loopback, or a bearer token compared in
 constant time.
+
+Bounds: 64 connections of at most 30 s each, one request of at most 17 KiB on each. A connection
+more ends the oldest: those who keep connections open would else keep the kubelet's probes out, and
+have the pod restarted.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import TYPE_CHECKING, cast
 
 import orjson
 
+from proxy.answer import own_answer
 from proxy.config import describe, split_address
-from proxy.errors import RequestError
+from proxy.errors import REASON_PHRASES, RequestError
 from proxy.http.http1 import HeadError, HeadLimits, RequestHead, parse_request
 
 if TYPE_CHECKING:
@@ -35,6 +40,9 @@ CONNECTIONS_MAX = 64
 IDLE_S = 30.0
 BODY_BYTES_MAX = 1024
 JSON = b"application/json"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+NO_STORE = b"Cache-Control: no-store\r\n"
+NOT_FOUND = 404  # the one status here that no error of ours has
 LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger(__name__)
@@ -46,6 +54,7 @@ class Admin(asyncio.Protocol):
     def __init__(self, door: AdminDoor) -> None:
         self._door = door
         self._buffer = b""
+        self._continued = False
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -53,23 +62,27 @@ class Admin(asyncio.Protocol):
         """See asyncio."""
         transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
         self._transport = transport
-        if self._door.connections >= CONNECTIONS_MAX:
-            self._door.refused += 1
-            transport.abort()
-        self._door.connections += 1
+        self._door.take(self)
         self._timer = asyncio.get_running_loop().call_later(IDLE_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         del exc
-        self._door.connections -= 1
+        self._door.connections.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
+
+    def turn_out(self) -> None:
+        """End it: another one came, and it is the oldest."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         self._buffer += data
-        head_only = self._buffer.startswith(b"HEAD ")
+        transport = self._transport
+        assert transport is not None
+        head_only = self._buffer.lstrip(b"\r\n").startswith(b"HEAD ")
         try:
             head = parse_request(self._buffer, HEAD_LIMITS)
             if head is None:
@@ -78,20 +91,28 @@ class Admin(asyncio.Protocol):
             if length > BODY_BYTES_MAX or head.chunked:
                 raise RequestError("payload_too_large", "too large")  # noqa: TRY301 - one exit
             if len(self._buffer) - head.size < length:
+                if head.expect and not self._continued:
+                    self._continued = True
+                    transport.write(CONTINUE)
                 return
             body = self._buffer[head.size : head.size + length]
             status, kind, answer = self._door.answer(head, body, self._peer(), self._buffer)
         except (HeadError, RequestError) as problem:
             refusal = RequestError(problem.code, str(problem))
-            status, kind, answer = refusal.kind.status, JSON, refusal.body()
-        transport = self._transport
-        assert transport is not None
-        transport.write(
-            b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
-            b"Cache-Control: no-store\r\nConnection: close\r\n\r\n"
-            % (status, b"OK" if status < 300 else b"Error", kind, len(answer))
-            + (b"" if head_only else answer)
-        )
+            out = own_answer(refusal, extra=NO_STORE, close=True, bodiless=head_only)
+        else:
+            out = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b%b%b" % (
+                status,
+                REASON_PHRASES.get(status, "OK").encode(),
+                kind,
+                len(answer),
+                b"X-Tongguan-Error: invalid_request\r\n" if status == NOT_FOUND else b"",
+                NO_STORE,
+                b"Connection: close\r\n\r\n",
+            )
+            if not head_only:
+                out += answer
+        transport.write(out)
         transport.close()
 
     def _peer(self) -> str:
@@ -122,8 +143,16 @@ class AdminDoor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=loop_name, daemon=True)
         self._server: asyncio.Server | None = None
-        self.connections = 0
-        self.refused = 0
+        self.connections: dict[Admin, None] = {}  # the oldest first
+
+    def take(self, connection: Admin) -> None:
+        """Note a connection; beyond the bound the oldest one ends."""
+        if len(self.connections) >= CONNECTIONS_MAX:
+            oldest = next(iter(self.connections))
+            del self.connections[oldest]
+            self._health.context.counters.admin_turned_out += 1
+            oldest.turn_out()
+        self.connections[connection] = None
 
     def start(self, address: str) -> None:
         """Listen on `host:port` or `unix:/path`, which only this user can reach; raises OSError."""
@@ -174,10 +203,9 @@ class AdminDoor:
         if path == b"/metrics" and get:
             return 200, b"text/plain; version=0.0.4; charset=utf-8", self._metrics()
         if path not in (b"/config", b"/drain", b"/loglevel", b"/audit/rotate"):
-            return 404, JSON, RequestError("invalid_request", "no such path").body()
+            return NOT_FOUND, JSON, RequestError("invalid_request", "no such path").body()
         if not self._allowed(peer, raw[: head.size]):
-            refusal = RequestError("unauthorized", "only from loopback or with the bearer token")
-            return refusal.kind.status, JSON, refusal.body()
+            raise RequestError("unauthorized", "only from loopback or with the bearer token")
         if path == b"/config" and get:
             return 200, JSON, orjson.dumps(describe(self._health.settings))
         if path == b"/drain" and head.method == b"POST":

@@ -71,7 +71,10 @@ def built() -> str:
 
 
 class Counters:
-    """What the data path counts. Written by the loop's thread only, read by any."""
+    """What the data path counts. Written by the loop's thread only, read by any.
+
+    But for `admin_turned_out`, which is the admin door's.
+    """
 
     def __init__(self) -> None:
         classes: tuple[QosClass, ...] = ("P0", "P1", "P2")
@@ -86,6 +89,7 @@ class Counters:
         self.open_wait = {qos: Histogram() for qos in classes}
         self.refused_heads = dict.fromkeys(DOORS, 0)
         self.connections_refused = 0
+        self.admin_turned_out = 0  # connections to the admin door that made room for newer ones
         self.envelopes_opened = 0
         self.envelope_failures: dict[str, int] = {}
         self.requests_sealed: dict[str, int] = {}  # attempts, by pool

@@ -112,6 +112,11 @@ class Collector:
                 lender.lent_total if lender else 0,
             ),
             ("alarms", "Alarm lines logged.", counters.alarms),
+            (
+                "admin_turned_out",
+                "Connections to the admin door that made room for newer ones.",
+                counters.admin_turned_out,
+            ),
         ):
             yield CounterMetricFamily(f"tongguan_proxy_{name}", text, value=value)
         reloads = CounterMetricFamily(

@@ -121,7 +121,7 @@ class Downstream(Outlet):
         self._chunks = ChunkReader() if head.chunked else None
         self._left = head.content_length or 0
         self._state = State.BODY
-        self._held = False
+        self._held = self._expecting = False
         self.deadline_ns = now_ns + context.body_idle_ns[self.door]
         rest = len(data) - head.size
         try:

@@ -242,7 +242,13 @@ class UpstreamConnection:
             self.owner.announced(self.endpoint, head.fields[b"keep-alive"])
         rest = len(data) - start
         length = 0 if head.bodiless else head.content_length
-        if rest and rest == length and head.keep_alive and self.request_whole:
+        if (
+            rest
+            and rest == length
+            and head.keep_alive
+            and self.request_whole
+            and not self.write_paused
+        ):
             # A whole answer in one read, as most are that do not stream.
             self.lessee = None
             self.owner.put_back(self)

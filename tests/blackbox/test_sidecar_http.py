@@ -1,4 +1,4 @@
-"""The edges of HTTP/1.1: expectations, half-closes, interim and bodiless answers, early answers."""
+"""The edges of HTTP/1.1: expectations, half-closes, interim and bodiless answers."""
 
 import json
 import socket
@@ -367,53 +367,8 @@ def test_http10_client_gets_no_chunks_and_then_the_end(sidecar, upstream, answer
     assert len(upstream.seen) == 1
 
 
-# --- an answer before the request is whole
-
-
-def early(seen):
-    seen.wire.take(1000)
-    seen.wire.send(b"HTTP/1.1 429 Slow\r\nContent-Length: 4\r\n\r\nbusy")
-    seen.wire.ended()
-    seen.wire.close()
-
-
 def hits(sidecar, limit):
     return sidecar.metric("tongguan_proxy_limit_hits_total", limit=limit)
-
-
-def test_early_answer_is_followed_by_a_discard_of_bounded_time(sidecar, upstream):
-    upstream.answering(early)
-    before = hits(sidecar, "timeouts.discard_s")
-    with sidecar.client() as client:
-        client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-        client.send(chunk(b"x" * (STREAMED + 2000)))
-        assert client.answer().status == 429
-        start = time.monotonic()
-        client.rest()
-        assert 0.3 < time.monotonic() - start < 3
-    assert hits(sidecar, "timeouts.discard_s") == before + 1
-
-
-def test_early_answer_is_followed_by_a_discard_of_bounded_size(sidecar, upstream):
-    upstream.answering(early)
-    before = hits(sidecar, "limits.discard_bytes")
-    with sidecar.client() as client:
-        client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-        client.send(chunk(b"x" * (STREAMED + 2000)))
-        assert client.answer().status == 429
-        with pytest.raises(ConnectionError):
-            client.send(b"y" * (16 << 20))
-    assert hits(sidecar, "limits.discard_bytes") == before + 1
-
-
-def test_early_answer_to_more_than_is_discarded_closes_at_once(sidecar, upstream):
-    upstream.answering(early)
-    with sidecar.client() as client:
-        client.send(post(b"x" * (DISCARD_BYTES * 4))[: STREAMED + 2000])
-        assert client.answer().status == 429
-        start = time.monotonic()
-        client.rest()
-        assert time.monotonic() - start < 0.3
 
 
 # --- limits

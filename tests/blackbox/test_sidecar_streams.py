@@ -1,4 +1,4 @@
-"""Streams and their ends: cut upstreams, clients that leave or do not read, early answers."""
+"""Streams and their ends: cut upstreams, clients that leave or do not read."""
 
 import hmac
 import json
@@ -435,75 +435,6 @@ def test_client_that_never_reads_its_last_bytes_does_not_keep_its_connection(sid
             "the connection to be let go",
             wait_s=6 * STALL_S,
         )
-
-
-EARLY = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nbusy"
-
-
-def early(seen):
-    """Answer before the body was read; keep the connection open."""
-    seen.wire.take(1000)
-    seen.wire.send(EARLY)
-    seen.wire.ended()
-    seen.wire.close()  # what is left of the body is no request
-
-
-@pytest.mark.parametrize("coding", ["length", "chunked"])
-def test_early_answer_is_handed_on_and_the_connection_closes_politely(sidecar, upstream, coding):
-    upstream.answering(early)
-    first = b"x" * (STREAMED + 20_000)
-    if coding == "length":
-        start = post(b"x" * (2 * MIB))[: STREAMED + 20_000]
-    else:
-        start = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(first)
-    with sidecar.client() as client:
-        client.send(start)
-        answer = client.answer()
-        assert (answer.status, answer.body) == (429, b"busy")
-        assert answer.get("Connection") == b"close"
-        client.send(b"y" * 1000)  # still sending: read and dropped, no reset
-        assert client.rest() == (b"", True)
-
-
-def test_connection_of_an_early_answer_is_not_used_for_another_request(sidecar, upstream):
-    upstream.answering(early)
-    with sidecar.client() as client:
-        client.send(post(b"x" * (2 * MIB))[: STREAMED + 20_000])
-        assert client.answer().status == 429
-        half_used = upstream.last().wire
-        upstream.answering(ok)
-        assert sidecar.ask(post(CHAT)).status == 200
-        assert upstream.last().wire is not half_used
-
-
-def sse_early(seen):
-    """Begin a stream before the body was read."""
-    seen.wire.take(1000)
-    seen.wire.send(SSE_HEAD + chunk(EVENT))
-    seen.wire.ended()
-    seen.wire.close()
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [None, b"zz\r\n", b"%x\r\n" % (8 * MIB) + b"x" * (4 * MIB)],
-    ids=["stalls", "bad chunk", "too large"],
-)
-def test_body_that_goes_wrong_after_the_answer_began_gets_no_second_head(sidecar, upstream, rest):
-    upstream.answering(sse_early)
-    with sidecar.client() as client:
-        client.send(
-            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
-            chunk(b"x" * (STREAMED + 20_000)),
-        )
-        head = client.head()
-        assert client.take(len(chunk(EVENT))) == chunk(EVENT)
-        if rest is not None:
-            client.send(rest)
-        raw, _ = client.rest()
-    assert b"HTTP/1.1" not in raw
-    assert head.status == 200
-    assert raw == b"" or raw.endswith(LAST_CHUNK)
 
 
 def test_upstream_that_does_not_read_holds_the_client_back(sidecar, upstream):
