@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels import wire
 from proxy.errors import REASON_PHRASES
 from proxy.http.chunked import LAST_CHUNK, frame
 
@@ -124,6 +125,42 @@ def sealed_fields(*, event_stream: bool) -> bytes:
 def unlengthed(minor: int) -> Chunked | UntilClose:
     """Return the form for a body of unknown length to an HTTP/1.`minor` client."""
     return Chunked() if minor else UntilClose()
+
+
+def _milliseconds(ns: int) -> bytes:
+    """Return ms with three digits, rounded to the nearest us."""
+    us = (ns + 500) // 1000
+    return b"%d.%03d" % (us // 1000, us % 1000)
+
+
+def own_fields(fields: bytes, trace_id: str, queue_ns: int, upstream_ns: int) -> bytes:
+    """Return the field lines of every answer of a classed request; `fields` ends in a name."""
+    return b"%b%b\r\nServer-Timing: queue;dur=%b, upstream;dur=%b\r\n" % (
+        fields,
+        trace_id.encode(),
+        _milliseconds(queue_ns),
+        _milliseconds(upstream_ns),
+    )
+
+
+def _answer_head(
+    status: int,
+    reason: bytes,
+    lines: bytes,
+    framing: bytes,
+    fields: bytes,
+    trace_id: str,
+    queue_ns: int,
+    upstream_ns: int,
+    tail: bytes,
+    body: bytes,
+) -> bytes:
+    """Return the head of an upstream's answer for the client, and the `body` that is here."""
+    own = own_fields(fields, trace_id, queue_ns, upstream_ns)
+    return b"HTTP/1.1 %d %b\r\n%b%b%b%b%b" % (status, reason, lines, framing, own, tail, body)
+
+
+answer_head = wire.answer_heads(_answer_head)
 
 
 def own_answer(problem: RequestError, *, extra: bytes, close: bool, bodiless: bool) -> bytes:

@@ -16,6 +16,8 @@ from proxy.answer import (
     Bodiless,
     Lengthed,
     SealedStream,
+    answer_head,
+    own_fields,
     sealed_fields,
     unlengthed,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from proxy.sm4.sealer import ResponseSealer
 
 BEGUN = Progress.BEGUN
+_TAIL, _LAST_TAIL = b"\r\n", b"Connection: close\r\n\r\n"
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = "   JanFebMarAprMayJunJulAugSepOctNovDec"
 MESSAGES: dict[Code, str] = {
@@ -141,22 +144,26 @@ class Replier(Observation):
     def answer_whole(self, head: ResponseHead, body: bytes) -> None:
         """Write an answer in clear that is there as a whole."""
         self.progress = BEGUN
-        self._out.append(self._clear_head(head, b"Content-Length: %d\r\n" % len(body)) + body)
+        self._out.append(self._clear_head(head, b"Content-Length: %d\r\n" % len(body), body))
 
     def _begin(self, head: ResponseHead, answer: Answer) -> None:
         self.answer = answer
         self.progress = BEGUN
         self._out.append(self._clear_head(head, answer.framing()))
 
-    def _clear_head(self, head: ResponseHead, framing: bytes) -> bytes:
-        return b"HTTP/1.1 %d %b\r\n%b%b%b%b%b" % (
+    def _clear_head(self, head: ResponseHead, framing: bytes, body: bytes = b"") -> bytes:
+        fields, dispatch_ns = self.lane.answer_fields, self.dispatch_ns
+        return answer_head(
             head.status,
             head.reason,
             head.lines,
             framing,
-            self.stream_fields if self.event_stream else b"",
-            self.own_fields(),
-            b"Connection: close\r\n\r\n" if self._must_close() else b"\r\n",
+            self.stream_fields + fields if self.event_stream else fields,
+            self.trace_id,
+            dispatch_ns - self.start_ns,
+            self.context.clock.mono_ns() - dispatch_ns,
+            _LAST_TAIL if self._must_close() else _TAIL,
+            body,
         )
 
     def switch_head(self, head: ResponseHead) -> bytes:
@@ -317,9 +324,4 @@ class Replier(Observation):
         if self.dispatch_ns:
             queue_ns = self.dispatch_ns - self.start_ns
             upstream_ns = self.context.clock.mono_ns() - self.dispatch_ns
-        return b"%b%b\r\nServer-Timing: queue;dur=%.3f, upstream;dur=%.3f\r\n" % (
-            self.lane.answer_fields,
-            self.trace_id.encode(),
-            queue_ns / 1e6,
-            upstream_ns / 1e6,
-        )
+        return own_fields(self.lane.answer_fields, self.trace_id, queue_ns, upstream_ns)

@@ -42,6 +42,8 @@ _Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
 _Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
 _Take = TypeVar("_Take", bound="Callable[..., object]")
 _Grow = TypeVar("_Grow", bound="Callable[..., int]")
+_Valid = TypeVar("_Valid", bound="Callable[[bytes], bool]")
+_Head = TypeVar("_Head", bound="Callable[..., bytes]")
 _Line = TypeVar("_Line", bound="Callable[..., tuple[bytes, str]]")
 
 
@@ -110,6 +112,28 @@ def bodies(
         return members, view, cut_answer
     reader = _wire.Bodies(classes, ids, (members, view, cut_answer))
     return reader.members, reader.view, reader.cut_answer
+
+
+def traceparents(plain: _Valid) -> _Valid:
+    """Return plain_traceparent(value) in place of the given twin.
+
+    It says yes to a valid traceparent of version 00; no is not sure.
+    """
+    if _wire is None:
+        return plain
+    chosen: _Valid = _wire.plain_traceparent
+    return chosen
+
+
+def answer_heads(answer_head: _Head) -> _Head:
+    """Return answer_head(status, reason, lines, ..., body) in place of the given twin.
+
+    It raises OverflowError for a number that is negative or takes more than 64 bits.
+    """
+    if _wire is None:
+        return answer_head
+    chosen: _Head = _wire.answer_head
+    return chosen
 
 
 def pump(streams_max: int, wake_bytes: int) -> Any | None:

@@ -120,6 +120,11 @@ static PyMethodDef module_methods[] = {
     {"whole_chunks", (PyCFunction)(void (*)(void))wire_whole_chunks, METH_FASTCALL,
      "whole_chunks(data, pieces, /)\n--\n\n"
      "Append the payload of each chunk that `data` begins with; return where they end."},
+    {"plain_traceparent", (PyCFunction)wire_plain_traceparent, METH_O,
+     "plain_traceparent(value, /)\n--\n\nSee kernels.wire.traceparents."},
+    {"answer_head", (PyCFunction)(void (*)(void))wire_answer_head, METH_FASTCALL,
+     "answer_head(status, reason, lines, framing, fields, trace_id, queue_ns, upstream_ns,\n"
+     "            tail, body, /)\n--\n\nSee kernels.wire.answer_heads."},
     {"sha256", (PyCFunction)(void (*)(void))wire_sha256, METH_FASTCALL,
      "sha256(*parts)\n--\n\nReturn SHA-256 of the parts, joined; where Mac is there."},
     {"take_requests", (PyCFunction)(void (*)(void))wire_take_requests, METH_FASTCALL,

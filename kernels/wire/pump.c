@@ -17,7 +17,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -111,12 +110,12 @@ static void serve(Pump *pump, Stream *stream)
     uint8_t *out = payload;
     size_t length = (size_t)size;
     if (stream->chunked_out) { /* one chunk a read (RFC 9112 section 7.1) */
-        char line[FRAME_ROOM];
-        int digits = snprintf(line, sizeof line, "%zx\r\n", length);
-        out -= digits;
-        memcpy(out, line, (size_t)digits);
         memcpy(payload + length, "\r\n", 2);
-        length += (size_t)digits + 2;
+        memcpy(out -= 2, "\r\n", 2);
+        for (size_t left = length; left != 0; left >>= 4) {
+            *--out = (uint8_t)"0123456789abcdef"[left & 15];
+        }
+        length += (size_t)(payload - out) + 2;
     }
     ssize_t sent = send(stream->to, out, length, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {

@@ -26,13 +26,14 @@ class TraceIds:
     (`move`).
     """
 
-    __slots__ = ("_end", "_first", "_machine", "_ms", "_sequence")
+    __slots__ = ("_end", "_first", "_machine", "_ms", "_prefix", "_prefix_ms", "_sequence")
 
     def __init__(self, machine: int, start: int = 0) -> None:
         if not 0 <= machine < MACHINES or not 0 <= start < SEQUENCES:
             raise ValueError("machine or sequence out of range")
         self._machine = f"-{machine:05d}-"
         self._ms = 0
+        self._prefix, self._prefix_ms = "", -1  # of the ids of this ms
         self._sequence = start
         self._first, self._end = 0, SEQUENCES
 
@@ -43,14 +44,16 @@ class TraceIds:
         self._machine = f"-{machine:05d}-"
         self._first, self._end = first, first + count
         self._sequence = first
+        self._prefix_ms = -1
         self._ms += 1  # in a ms of its own: text order stays issue order
 
     def next(self, now_ms: int) -> str:
         """Return a new id; `now_ms` is Unix time."""
         self._ms = max(self._ms, now_ms)
-        sequence = self._sequence
+        if self._prefix_ms != self._ms:
+            self._prefix, self._prefix_ms = f"{self._ms}{self._machine}", self._ms
+        text = self._prefix + str(SEQUENCES + self._sequence)[1:]  # four digits
         self._sequence += 1
-        text = f"{self._ms}{self._machine}{sequence:04d}"
         if self._sequence == self._end:
             self._sequence = self._first
             self._ms += 1
