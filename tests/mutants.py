@@ -7,13 +7,15 @@ Works on a copy of the tree in a temporary directory: tracked files and what git
 built extensions; a fault in C is compiled there. First every named test has to pass without a
 fault, then each fault is put in alone and its test has to fail. A copy runs interpreted, whether or
 not the tree it is made of is compiled.
-Exit codes: 0 every fault is caught, 1 one is not (or a test fails without any), 2 it could not run.
+Exit codes: 0 every fault is caught, 1 one is not (or its test is skipped on this machine), 2 it
+could not run, or a test fails without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 TESTS = Path("tests", "blackbox")
 FAILED, PASSED = 1, 0  # pytest's exit codes
+CAUGHT, SURVIVED, SKIPPED = "caught", "SURVIVED", "SKIPPED"
 WAIT_S = 8  # for what a fault keeps from happening
 
 
@@ -63,6 +66,18 @@ def changed(text: str, mutant: Mutant) -> str:
     if count != 1:
         raise MutantError(f"{mutant.file}: {mutant.fault}: found {count} times: {mutant.old!r}")
     return text.replace(mutant.old, mutant.new)
+
+
+def verdict(code: int, said: str) -> str:
+    """Return what a test's run says of the fault in it. Raises MutantError when it did not run.
+
+    One that was skipped passed no more than it failed: this machine lacks what it needs.
+    """
+    if code not in (FAILED, PASSED):
+        raise MutantError(f"pytest ended with {code}")
+    if code == FAILED:
+        return CAUGHT
+    return SURVIVED if re.search(r"\b[1-9][0-9]* passed\b", said) else SKIPPED
 
 
 class Copy:
@@ -134,7 +149,7 @@ def run(words: list[str]) -> int:
     ]
     if not chosen:
         raise MutantError("no fault has such a name")
-    survived = []
+    left = []
     with tempfile.TemporaryDirectory(prefix="tongguan-mutants-") as folder:
         copy = Copy(Path(folder))
         if copy.run(sorted({mutant.case for mutant in chosen})) != PASSED:
@@ -148,17 +163,17 @@ def run(words: list[str]) -> int:
                 code = copy.run([mutant.case])
             finally:
                 copy.take_out(mutant)
-            if code not in (FAILED, PASSED):
+            try:
+                word = verdict(code, copy.said)
+            except MutantError as problem:
                 sys.stdout.write(copy.said[-2000:])
-                raise MutantError(f"{mutant.fault}: pytest ended with {code}")
-            caught = code == FAILED
-            if not caught:
-                survived.append(mutant)
+                raise MutantError(f"{mutant.fault}: {problem}") from None
+            if word != CAUGHT:
+                left.append(mutant)
             spent = time.monotonic() - begun
-            word = "caught  " if caught else "SURVIVED"
-            print(f"{word} {spent:5.1f} s  {mutant.file}: {mutant.fault}", flush=True)
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} faults caught")
-    return 1 if survived else 0
+            print(f"{word:8} {spent:5.1f} s  {mutant.file}: {mutant.fault}", flush=True)
+    print(f"{len(chosen) - len(left)} of {len(chosen)} faults caught")
+    return 1 if left else 0
 
 
 def main() -> int:

@@ -53,3 +53,22 @@ def test_a_place_that_is_not_there_or_there_twice_is_refused() -> None:
     for text in ("b = 1\n", "a = 1\na = 1\n"):
         with pytest.raises(mutants.MutantError):
             mutants.changed(text, mutant)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "word"),
+    [
+        (1, "1 failed in 2.00s", "caught"),
+        (1, "1 failed, 3 passed in 2.00s", "caught"),
+        (0, "1 passed in 2.00s", "SURVIVED"),
+        (0, "2 passed, 1 skipped in 2.00s", "SURVIVED"),
+        (0, "4 skipped in 0.40s", "SKIPPED"),
+    ],
+)
+def test_a_test_that_was_skipped_has_caught_nothing(code: int, said: str, word: str) -> None:
+    assert mutants.verdict(code, said) == word
+
+
+def test_a_run_that_was_none_says_nothing() -> None:
+    with pytest.raises(mutants.MutantError, match="pytest ended with 4"):
+        mutants.verdict(4, "no tests ran")
