@@ -58,6 +58,7 @@ class Outlet:
         "_relay",
         "_state",
         "_transport",
+        "_untaken",
         "deadline_ns",
         "door",
         "gateway",
@@ -83,6 +84,7 @@ class Outlet:
         self._expecting = False
         self._held = False
         self._close_after = False
+        self._untaken = 0  # what the client had left of its last answer when last looked at
 
     def _pause_reading(self) -> None:
         if self._transport is not None and self._transport.is_reading():
@@ -156,7 +158,6 @@ class Outlet:
         transport = self._transport
         if transport is None:
             return
-        context = self._context
         if not keep:
             self._leave(transport)
             return
@@ -164,7 +165,7 @@ class Outlet:
         if self.write_paused:
             # It asks without reading its answers: the next request waits until it has read.
             self._pause_reading()
-            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
+            self._await_reader(transport)
             return
         self._go_on()
 
@@ -211,8 +212,15 @@ class Outlet:
 
     def _close(self) -> None:
         self._state = State.CLOSED
-        if self._transport is not None:
-            # A client that never reads would keep the flush, and its place, for ever.
-            context = self._context
-            self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns
-            self._transport.close()
+        transport = self._transport
+        if transport is not None:
+            transport.close()
+            if transport.get_write_buffer_size():
+                # A client that never reads would keep the flush, and its place, for ever.
+                self._await_reader(transport)
+
+    def _await_reader(self, transport: asyncio.Transport) -> None:
+        """Give a client that has an answer left to read its time; see `on_deadline`."""
+        context = self._context
+        self._untaken = untaken(transport)
+        self.deadline_ns = context.clock.mono_ns() + context.times.client_stall_ns

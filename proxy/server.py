@@ -20,7 +20,7 @@ from proxy.http.chunked import ChunkError, ChunkReader
 from proxy.http.http1 import HeadError, RequestHead, parse_request
 from proxy.outlet import NEVER_NS, Outlet, State
 from proxy.relay import Relay
-from proxy.sockets import peer_left
+from proxy.sockets import peer_left, reset, untaken
 
 if TYPE_CHECKING:
     import asyncio
@@ -224,16 +224,23 @@ class Downstream(Outlet):
             message = "the request head was not complete in time (timeouts.head_s)"
             self.reply(RequestError("request_timeout", message), keep=False)
         elif self._transport is not None:
-            hits = self._context.counters.limit_hits
-            if state is State.DISCARD:
-                hits["timeouts.discard_s"] += 1
-            elif state is State.IDLE and not self.write_paused:
-                hits["timeouts.keepalive_s"] += 1
-                self._close()
-                return
-            else:
-                hits["timeouts.client_stall_s"] += 1
-            self._transport.abort()
+            self._linger(self._transport, state)
+
+    def _linger(self, transport: asyncio.Transport, state: State) -> None:
+        """Act on a deadline between two requests, or after the last one."""
+        context = self._context
+        hits = context.counters.limit_hits
+        if state is State.DISCARD:
+            hits["timeouts.discard_s"] += 1
+            self._close()
+        elif state is State.IDLE and not self.write_paused:
+            hits["timeouts.keepalive_s"] += 1
+            self._close()
+        elif untaken(transport) < self._untaken:  # slow, but it reads
+            self._await_reader(transport)
+        else:
+            hits["timeouts.client_stall_s"] += 1
+            reset(transport)  # FIN would be the regular end of what only the end delimits
 
     def check_total(self, now_ns: int) -> None:
         """End a request that has taken longer than any may, or whose client left unseen."""

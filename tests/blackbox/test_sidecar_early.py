@@ -132,6 +132,29 @@ def test_connection_of_an_early_answer_is_not_used_for_another_request(sidecar, 
         assert upstream.last().wire is not half_used
 
 
+def test_early_answer_to_a_slow_reader_is_not_cut_when_the_discard_ends(sidecar, upstream):
+    body = b"z" * (4 * MIB)
+
+    def script(seen):
+        seen.wire.take(1000)
+        seen.wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
+        seen.wire.ended()
+        seen.wire.close()
+
+    upstream.answering(script)
+    with sidecar.client(receive_buffer=65536) as client:
+        client.send(CHUNKED, chunk(b"x" * (STREAMED + 2000)))
+        client.head()
+        taken = len(client.buffer)
+        client.buffer = b""
+        while taken < len(body):
+            data = client.sock.recv(20_000)
+            assert data, f"cut after {taken} bytes"
+            taken += len(data)
+            time.sleep(0.01)
+        assert client.rest() == (b"", True)
+
+
 def test_expectation_of_a_request_before_changes_nothing(sidecar, upstream):
     """Only who waits for 100 sends no body; the client of the next request does."""
     with sidecar.client() as client:

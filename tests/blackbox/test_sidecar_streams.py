@@ -408,6 +408,24 @@ def test_stream_idle_does_not_run_while_the_client_is_slow(sidecar, upstream):
     assert sidecar.record(head.trace_id)["outcome"] == "ok"
 
 
+def test_client_that_reads_slowly_between_two_requests_is_not_cut(sidecar, upstream):
+    """No request is under way then, but an answer waits in our buffer and the kernel's."""
+    body, count = b"z" * 200_000, 40
+    upstream.answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    name = "tongguan_proxy_limit_hits_total"
+    hits = sidecar.metric(name, limit="timeouts.client_stall_s")
+    with sidecar.client(receive_buffer=4096) as client:
+        client.send(get() * count)
+        end = time.monotonic() + 6 * STALL_S
+        while time.monotonic() < end:
+            client.buffer += client.sock.recv(4096)
+            time.sleep(STALL_S / 20)
+        for _ in range(count):
+            assert client.answer().body == body
+        assert client.send(get()).answer().body == body
+    assert sidecar.metric(name, limit="timeouts.client_stall_s") == hits
+
+
 def test_pipelining_without_reading_is_held_back(sidecar, upstream):
     body = b"z" * 60_000
     upstream.answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
@@ -435,6 +453,7 @@ def test_client_that_never_reads_its_last_bytes_does_not_keep_its_connection(sid
             "the connection to be let go",
             wait_s=6 * STALL_S,
         )
+        assert not client.rest()[1]  # FIN would be the end of what was cut
 
 
 def test_upstream_that_does_not_read_holds_the_client_back(sidecar, upstream):
