@@ -39,39 +39,39 @@ class Scratch:
 class Compact:
     """A weight [out, in] in its small form. One thread at a time."""
 
-    __slots__ = ("_matrix", "_scratch", "bits")
+    __slots__ = ("_scratch", "bits", "matrix")
 
     def __init__(self, matrix: cpu.Matrix, scratch: Scratch, bits: int) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
         self._scratch = scratch
         self.bits = bits
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        return self._matrix.rows, self._matrix.k
+        return self.matrix.rows, self.matrix.k
 
     def numel(self) -> int:
         """Count of numbers."""
-        return self._matrix.rows * self._matrix.k
+        return self.matrix.rows * self.matrix.k
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [rows, in] times the weight's transpose, float32 [rows, out]."""
         if x.shape[0] > FEW_ROWS:
             return functional.linear(x, self.unpacked())
-        out = torch.empty(x.shape[0], self._matrix.rows)
+        out = torch.empty(x.shape[0], self.matrix.rows)
         if not x.shape[0]:  # a step that only reads a part of a prompt wants no logits
             return out
         threads = torch.get_num_threads()
-        self._matrix.linear(x.contiguous().numpy(), out.numpy(), threads)
+        self.matrix.linear(x.contiguous().numpy(), out.numpy(), threads)
         return out
 
     def ffn(self, down: Compact, x: torch.Tensor) -> torch.Tensor:
         """Return down(silu(gate) * up) for few rows, where this holds gates and then ups."""
         out = torch.empty(x.shape[0], down.shape[0])
         middle = torch.empty(x.shape[0], down.shape[1])
-        self._matrix.ffn(
-            down._matrix,
+        self.matrix.ffn(
+            down.matrix,
             x.contiguous().numpy(),
             middle.numpy(),
             out.numpy(),
@@ -82,7 +82,7 @@ class Compact:
     def unpacked(self) -> torch.Tensor:
         """Return the weight in float32, in the scratch: valid until another is unpacked."""
         room = self._scratch.room(*self.shape)
-        self._matrix.unpack(room.numpy(), torch.get_num_threads())
+        self.matrix.unpack(room.numpy(), torch.get_num_threads())
         return room
 
 

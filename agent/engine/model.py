@@ -9,10 +9,12 @@ softmax over scaled scores), so that greedy output in float32 is the same.
 Speed on a CPU, as measured (docs/engine.md): one token is bound by reading the weights once. The
 BLAS runs a product with one column on one thread and a row-major product of few rows slowly;
 weight-times-columns, and for one token the weight cut in slabs, reach the memory's full rate.
+With small weights the layers are one call (`stack.py`) for as many tokens as a decode step has.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,6 +23,7 @@ import torch
 from torch.nn import functional
 
 from agent.engine.compact import FEW_ROWS, Compact
+from agent.engine.stack import ROWS_MAX, stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,6 +144,7 @@ class Model:
         # Not filled: the system maps a page when it is first written, so an idle pool costs no
         # memory. Only slots that a step has written are ever read.
         self.kv = torch.empty(shape, dtype=weights.kv, device=self.device)
+        self._stack = stack_of(spec, weights, self.kv)
         half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
         inverse = 1.0 / (spec.rope_theta**half)
         if spec.rope_factors is not None:
@@ -160,22 +164,35 @@ class Model:
         spec, device = self._spec, self.device
         ids = [token for span in spans for token in span.token_ids]
         positions = [p for s in spans for p in range(s.start, s.start + len(s.token_ids))]
-        slots = torch.tensor(self._slots(spans), device=device)
-        segments = self._segments(spans)
-        cos, sin = self._rotary(torch.tensor(positions, device=device))
         x = functional.embedding(torch.tensor(ids, device=device), self._embed).to(self._compute)
+        cos, sin = self._rotary(torch.tensor(positions, device=device))
+        if self._stack is not None and len(ids) <= ROWS_MAX:
+            x = self._stack.step(x, cos, sin, positions, spans)
+        else:
+            x = self._one_by_one(x, cos, sin, spans)
+        ends = itertools.accumulate(len(span.token_ids) for span in spans)
+        last = [end - 1 for end, span in zip(ends, spans, strict=True) if span.logits]
+        x = x[torch.tensor(last, dtype=torch.int64, device=device)]
+        x = functional.rms_norm(x, (spec.hidden,), self._final_norm, spec.rms_eps)
+        return self._head(x).float()
+
+    def _one_by_one(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spans: Sequence[Span]
+    ) -> torch.Tensor:
+        """Take `x` through the layers, operator by operator."""
+        spec = self._spec
+        slots = torch.tensor(self._slots(spans), device=self.device)
+        segments = self._segments(spans)
+        # The sine of the first half is negated: see `_attention`.
+        cos = torch.cat((cos, cos), dim=-1)[:, None, :].to(self._compute)
+        sin = torch.cat((-sin, sin), dim=-1)[:, None, :].to(self._compute)
         for index, layer in enumerate(self._layers):
             h = functional.rms_norm(x, (spec.hidden,), layer.attn_norm, spec.rms_eps)
             h = self._attention(index, layer.qkv(h), cos, sin, slots, segments)
             x = x + layer.out(h)
             h = functional.rms_norm(x, (spec.hidden,), layer.ffn_norm, spec.rms_eps)
             x = x + layer.ffn(h)
-        last = [
-            s.first + s.count - 1 for s, span in zip(segments, spans, strict=True) if span.logits
-        ]
-        x = x[torch.tensor(last, dtype=torch.int64, device=device)]
-        x = functional.rms_norm(x, (spec.hidden,), self._final_norm, spec.rms_eps)
-        return self._head(x).float()
+        return x
 
     def _slots(self, spans: Sequence[Span]) -> list[int]:
         size = self._block_size
@@ -202,14 +219,9 @@ class Model:
         return segments
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [rows, 1, head_dim], the sine of the first half negated."""
+        """Return cosines and sines [rows, half a head], float32."""
         angles = positions.float()[:, None] * self._inverse[None, :]
-        dtype = self._compute
-        cos, sin = angles.cos(), angles.sin()
-        return (
-            torch.cat((cos, cos), dim=-1)[:, None, :].to(dtype),
-            torch.cat((-sin, sin), dim=-1)[:, None, :].to(dtype),
-        )
+        return angles.cos(), angles.sin()
 
     def _attention(
         self,

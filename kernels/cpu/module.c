@@ -1,11 +1,7 @@
 /* Python's door to products.c. Lengths are checked here; the GIL is released while computing. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "products.h"
+#include "door.h"
 
 #define NAME "kernels.cpu.weights"
-#define THREADS_MAX 256
 
 struct held {
     struct weights w;
@@ -89,7 +85,7 @@ static PyObject *halves(PyObject *self, PyObject *args) {
     return make(values, NULL, rows, k, 0, 0);
 }
 
-static struct weights *weights_of(PyObject *capsule) {
+struct weights *door_weights(PyObject *capsule) {
     struct held *held = PyCapsule_GetPointer(capsule, NAME);
     return held ? &held->w : NULL;
 }
@@ -100,9 +96,11 @@ static long rows_of(const Py_buffer *buffer, long columns) {
     return buffer->len % row || buffer->len == 0 ? -1 : (long)(buffer->len / row);
 }
 
-static PyObject *finish(int good, Py_buffer *buffers, int count) {
+PyObject *door_finish(int good, int done, Py_buffer *buffers, int count) {
     for (int i = 0; i < count; i++)
         PyBuffer_Release(&buffers[i]);
+    if (done)
+        return PyErr_NoMemory();
     if (!good) {
         PyErr_SetString(PyExc_ValueError, "arrays whose sizes do not belong together");
         return NULL;
@@ -113,50 +111,50 @@ static PyObject *finish(int good, Py_buffer *buffers, int count) {
 static PyObject *linear(PyObject *self, PyObject *args) {
     PyObject *capsule;
     Py_buffer b[2];
-    int threads;
+    int threads, done = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "Oy*w*i", &capsule, &b[0], &b[1], &threads))
         return NULL;
-    struct weights *w = weights_of(capsule);
+    struct weights *w = door_weights(capsule);
     long m = w ? rows_of(&b[0], w->k) : -1;
     int good = m > 0 && rows_of(&b[1], w->rows) == m && threads > 0 && threads <= THREADS_MAX;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        products_linear(w, b[0].buf, b[1].buf, m, threads);
+        done = products_linear(w, b[0].buf, b[1].buf, m, threads);
         Py_END_ALLOW_THREADS
     }
     PyErr_Clear();
-    return finish(good, b, 2);
+    return door_finish(good, done, b, 2);
 }
 
 static PyObject *ffn(PyObject *self, PyObject *args) {
     PyObject *first, *second;
     Py_buffer b[3];
-    int threads;
+    int threads, done = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "OOy*w*w*i", &first, &second, &b[0], &b[1], &b[2], &threads))
         return NULL;
-    struct weights *wide = weights_of(first), *narrow = wide ? weights_of(second) : NULL;
+    struct weights *wide = door_weights(first), *narrow = wide ? door_weights(second) : NULL;
     long m = narrow ? rows_of(&b[0], wide->k) : -1;
     int good = m > 0 && wide->rows == 2 * narrow->k && rows_of(&b[1], narrow->k) == m
                && rows_of(&b[2], narrow->rows) == m && threads > 0 && threads <= THREADS_MAX;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        products_ffn(wide, narrow, b[0].buf, b[1].buf, b[2].buf, m, threads);
+        done = products_ffn(wide, narrow, b[0].buf, b[1].buf, b[2].buf, m, threads);
         Py_END_ALLOW_THREADS
     }
     PyErr_Clear();
-    return finish(good, b, 3);
+    return door_finish(good, done, b, 3);
 }
 
 static PyObject *unpack(PyObject *self, PyObject *args) {
     PyObject *capsule;
     Py_buffer b[1];
-    int threads;
+    int threads, done = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "Ow*i", &capsule, &b[0], &threads))
         return NULL;
-    struct weights *w = weights_of(capsule);
+    struct weights *w = door_weights(capsule);
     int good = w && b[0].len == w->rows * w->k * (long)sizeof(float) && threads > 0
                && threads <= THREADS_MAX;
     if (good) {
@@ -165,7 +163,7 @@ static PyObject *unpack(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS
     }
     PyErr_Clear();
-    return finish(good, b, 1);
+    return door_finish(good, done, b, 1);
 }
 
 static PyObject *supported(PyObject *self, PyObject *nothing) {
@@ -179,6 +177,11 @@ static PyMethodDef methods[] = {
     {"halves", halves, METH_VARARGS, "(values, rows, k) -> weights"},
     {"linear", linear, METH_VARARGS, "(weights, x, y, threads)"},
     {"ffn", ffn, METH_VARARGS, "(wide, narrow, x, middle, y, threads)"},
+    {"stack", door_stack, METH_VARARGS,
+     "(layers, hidden, heads, kv_heads, dim, eps) -> stack; a layer is (qkv, out, gate_up, down, "
+     "attn_norm, ffn_norm, qkv_bias or None)"},
+    {"step", door_step, METH_VARARGS,
+     "(stack, x, cosines, sines, positions, offsets, tables, kv, block_tokens, threads)"},
     {"unpack", unpack, METH_VARARGS, "(weights, out, threads)"},
     {NULL, NULL, 0, NULL},
 };

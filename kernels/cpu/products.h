@@ -18,12 +18,12 @@ struct weights {
 /* Whether this CPU can; nothing below may be called otherwise. */
 int products_supported(void);
 
-/* y [m, rows] = x [m, k] times the weights. */
-void products_linear(const struct weights *w, const float *x, float *y, long m, int threads);
+/* y [m, rows] = x [m, k] times the weights. 0, or -1 where there is no memory. */
+int products_linear(const struct weights *w, const float *x, float *y, long m, int threads);
 
 /* y [m, hidden] = down(silu(gate(x)) * up(x)); `wide` holds all gates, then all ups. `middle` is
- * room for m rows of as many floats as there are gates. */
-void products_ffn(const struct weights *wide, const struct weights *narrow, const float *x,
+ * room for m rows of as many floats as there are gates. As above. */
+int products_ffn(const struct weights *wide, const struct weights *narrow, const float *x,
                   float *middle, float *y, long m, int threads);
 
 /* out [rows, k] = the weights in FP32, for products of many rows. */

@@ -27,8 +27,11 @@ def exact(w, x):
 
 
 def close(got, w, x):
-    size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w.astype(np.float64), axis=1)
-    return (np.abs(got - exact(w, x)) <= 1e-6 * size + 1e-12).all()
+    # With four bits x is rounded to 16 bits: at most 2^-16 of a block's greatest.
+    size = np.linalg.norm(x.astype(np.float64), axis=1)[:, None] * np.linalg.norm(
+        w.astype(np.float64), axis=1
+    )
+    return (np.abs(got - exact(w, x)) <= 3e-5 * size + 1e-12).all()
 
 
 def floats(packed):
@@ -54,6 +57,29 @@ def test_four_bits_at_every_count_of_rows(group, minima):
         for m in (*range(1, 18), 31, 32, 33, 45):
             x = rows_of_x(rng, m, k)
             assert close(linear(matrix, x, THREADS[m % 3]), floats(packed), x), (rows, k, m)
+
+
+@pytest.mark.parametrize("minima", [False, True])
+def test_scale_and_offset_that_cancel_leave_what_they_should(minima):
+    rng = np.random.default_rng(6)
+    q = rng.integers(14, 16, (4, 96), np.uint8)
+    scale = np.full((4, 3), 0.5, np.float16)
+    offset = np.full((4, 3), -7.5 if minima else 15, np.float16)
+    packed = quant.pack(q, scale, offset, 32, minima=minima)
+    x = rows_of_x(rng, 5, 96)
+    assert close(linear(cpu.four_bits(packed), x), floats(packed), x)
+
+
+def test_blocks_of_x_of_any_size_and_what_is_not_finite():
+    rng = np.random.default_rng(7)
+    packed = kit.matrix(rng, 6, 128, 32, minima=True, extremes=False)
+    matrix = cpu.four_bits(packed)
+    x = rows_of_x(rng, 4, 128) * np.repeat(np.float32([1e-38, 1e-3, 0, 1e20]), 32)
+    assert close(linear(matrix, x), floats(packed), x)
+    for bad in (np.nan, np.inf, -np.inf):
+        x[2, 77] = bad
+        finite = np.isfinite(linear(matrix, x)).all(axis=1)
+        assert finite.tolist() == [True, True, False, True]
 
 
 def test_halves_at_every_count_of_rows():
@@ -103,7 +129,7 @@ def test_a_whole_ffn(m):
         between = reference.silu(both[:, :gates]) * both[:, gates:]
         expected = between @ floats(narrow).T
         middle.check()
-        assert np.abs(y.check() - expected).max() <= 1e-5 * np.abs(expected).max()
+        assert np.abs(y.check() - expected).max() <= 5e-4 * np.abs(expected).max()
 
 
 def test_sizes_that_do_not_belong_together_are_refused():
