@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import queue
 import threading
 import time
 from dataclasses import dataclass, field
@@ -308,9 +309,10 @@ class Watcher:
         self._loop = loop
         self._take = take
         self._poll_s = settings.keys.poll_s
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ending = False
         self._seen = self._print()
+        self._known = self._rows()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
 
     def start(self) -> None:
@@ -319,31 +321,51 @@ class Watcher:
 
     def reload(self) -> None:
         """Read again now, whether anything changed or not."""
-        self._wake.set()
+        self._wake.put(None)
 
     def stop(self) -> None:
         """End the thread."""
         self._ending = True
-        self._wake.set()
+        self._wake.put(None)
         if self._thread.is_alive():
             self._thread.join(1.0)
 
     def _run(self) -> None:
         while True:
-            asked = self._wake.wait(self._poll_s)
-            self._wake.clear()
+            asked = self._asked(self._poll_s)
             if self._ending:
                 return
             if self._source.watch is not None:
                 self._source.watch.look(time.time_ns() // 1_000_000)
-            if asked or self._print() != self._seen:
+            if asked or not self._same():
                 self._settle()
                 self._read()
+                self._known = self._rows()
+
+    def _asked(self, seconds: float) -> bool:
+        """Wait for so long, or until somebody asks; whoever asks meanwhile is answered too."""
+        try:
+            self._wake.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        while not self._wake.empty():
+            self._wake.get_nowait()
+        return True
+
+    def _same(self) -> bool:
+        """Say whether all is as it was seen; four times a second, so no more is done than that."""
+        for name, mark in self._known:
+            if file_mark(name) != mark:
+                return False
+        return self._source.mark() == self._seen[None]
+
+    def _rows(self) -> list[tuple[str, object]]:
+        return [(str(file), mark) for file, mark in self._seen.items() if file is not None]
 
     def _settle(self) -> None:
         for _ in range(SETTLE_TIMES_MAX):
             before, self._seen = self._seen, self._print()
-            if self._seen == before or self._wake.wait(SETTLE_S):
+            if self._seen == before or self._asked(SETTLE_S):
                 return
 
     def _read(self) -> None:

