@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kernels.quant import Packed, QuantError, pack, quantize
+from kernels.quant import GROUPS, Packed, QuantError, pack, quantize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,6 +115,17 @@ def compressed_tensors(
     return _packed(q, weight_scale, zero)
 
 
+def with_minima(
+    weight_packed: Words, weight_scale: NDArray[Any], minimum: Half, shape: tuple[int, int]
+) -> Packed:
+    """Return weights as `exporters.tensors` writes those that have minima, not zero points."""
+    q = _words(weight_packed, _NATURAL)[:, : shape[1]]
+    if q.shape != shape:
+        raise QuantError(f"weight_packed holds {q.shape}, the shape says {shape}")
+    scale = np.ascontiguousarray(weight_scale).astype(np.float16)
+    return pack(np.ascontiguousarray(q), scale, minimum, _group(shape[1], scale), minima=True)
+
+
 def _words(words: Words, order: tuple[int, ...]) -> Codes:
     """Return the codes of words [a, b] as [a, 8 b], nibble i at place order[i] of its eight."""
     unsigned = np.ascontiguousarray(words).view(np.uint32)
@@ -126,10 +137,15 @@ def _words(words: Words, order: tuple[int, ...]) -> Codes:
 
 def _packed(q: Codes, scale: NDArray[Any], zero: Codes) -> Packed:
     """Lay out codes [rows, k] with scales and zero points [rows, groups]; k tells the group."""
-    groups = scale.shape[1]
-    fitting = [group for group in (32, 64, 128) if -(-q.shape[1] // group) == groups]
-    if not fitting:
-        raise QuantError(f"{q.shape[1]} columns in {groups} groups: groups are 32, 64 or 128 wide")
+    group = _group(q.shape[1], scale)
     with np.errstate(over="ignore"):
         halves = np.ascontiguousarray(scale).astype(np.float16)
-    return pack(np.ascontiguousarray(q), halves, zero.astype(np.float16), fitting[0], minima=False)
+    return pack(np.ascontiguousarray(q), halves, zero.astype(np.float16), group, minima=False)
+
+
+def _group(k: int, scale: NDArray[Any]) -> int:
+    groups = scale.shape[1]
+    fitting = [group for group in GROUPS if -(-k // group) == groups]
+    if not fitting:
+        raise QuantError(f"{k} columns in {groups} groups: groups are 32, 64 or 128 wide")
+    return fitting[0]

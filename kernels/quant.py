@@ -7,7 +7,7 @@ other projects' files are in `kernels.importers`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -104,6 +104,26 @@ def unpack(packed: Packed) -> Codes:
     return out.reshape(packed.rows, -1)[:, : packed.k]
 
 
+def dequantize(packed: Packed) -> Float:
+    """Return the weights [rows, k] in FP32, before FP16 rounds them: what the CPU computes with."""
+    halves = np.ascontiguousarray(packed.meta.T).view(np.float16).astype(np.float32)
+    places = np.arange(packed.k) // packed.group
+    scale, offset = halves[:, 0::2][:, places], halves[:, 1::2][:, places]
+    q = unpack(packed).astype(np.float32)
+    return q * scale + offset if packed.minima else (q - offset) * scale
+
+
+def joined(parts: list[Packed]) -> Packed | None:
+    """Return matrices of one form below one another, or None where their forms differ."""
+    if len({(part.k, part.group, part.minima) for part in parts}) != 1:
+        return None
+    return replace(
+        parts[0],
+        codes=np.concatenate([part.codes for part in parts]),
+        meta=np.ascontiguousarray(np.concatenate([part.meta for part in parts], axis=1)),
+    )
+
+
 def grouped(w: Float, group: int) -> tuple[Float, NDArray[np.bool_]]:
     """Return the weights as [rows, groups, group] and which of these places exist."""
     rows, k = w.shape
@@ -135,6 +155,16 @@ def quantize(w: Float, group: int, *, search: bool = True) -> Packed:
 
 def _quantize_rows(w: Float, group: int, *, search: bool) -> tuple[Codes, Half, Half]:
     blocks, there = grouped(w.astype(np.float32), group)
+    scale, zero = ranges(blocks, there.astype(np.float32), search=search)
+    codes = codes_of(blocks, scale, zero).astype(np.uint8).reshape(w.shape[0], -1)
+    return codes, scale.astype(np.float16), zero.astype(np.float16)
+
+
+def ranges(blocks: Float, importance: Float, *, search: bool) -> tuple[Float, Float]:
+    """Return scales and zero points of blocks [rows, groups, group].
+
+    `importance` [groups, group] weighs the squared error of each place, 0: nothing is there.
+    """
     low = np.minimum(blocks.min(-1), 0.0)
     high = np.maximum(blocks.max(-1), 0.0)
     best: list[NDArray[np.float32]] = []
@@ -142,9 +172,9 @@ def _quantize_rows(w: Float, group: int, *, search: bool) -> tuple[Codes, Half, 
     shares = np.linspace(1.0, _SEARCH_FROM, _SEARCH_STEPS) if search else [1.0]
     for share in shares:
         scale, zero = _range(low * np.float32(share), high * np.float32(share))
-        q = _codes(blocks, scale, zero)
+        q = codes_of(blocks, scale, zero)
         lost = ((q - zero[..., None]) * scale[..., None] - blocks) ** 2
-        error = (lost * there).sum(-1)
+        error = (lost * importance).sum(-1)
         better = error < least
         least = np.where(better, error, least)
         best = (
@@ -153,8 +183,7 @@ def _quantize_rows(w: Float, group: int, *, search: bool) -> tuple[Codes, Half, 
             else [scale, zero]
         )
     scale, zero = best
-    codes = _codes(blocks, scale, zero).astype(np.uint8).reshape(w.shape[0], -1)
-    return codes, scale.astype(np.float16), zero.astype(np.float16)
+    return scale, zero
 
 
 def _range(low: Float, high: Float) -> tuple[Float, Float]:
@@ -165,7 +194,8 @@ def _range(low: Float, high: Float) -> tuple[Float, Float]:
     return scale, zero.astype(np.float32)
 
 
-def _codes(blocks: Float, scale: Float, zero: Float) -> Float:
+def codes_of(blocks: Float, scale: Float, zero: Float) -> Float:
+    """Return the nearest codes of blocks [..., group] with scales and zero points [...]."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         q = np.where(
             scale[..., None] > 0, np.rint(blocks / scale[..., None]) + zero[..., None], 0.0

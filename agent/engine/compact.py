@@ -18,6 +18,8 @@ from kernels import cpu
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kernels import quant
+
 AVAILABLE: Final = cpu.AVAILABLE
 # Rows of x up to which the small form is multiplied as it is.
 FEW_ROWS: Final = 32
@@ -39,17 +41,25 @@ class Scratch:
 class Compact:
     """A weight [out, in] in its small form. One thread at a time."""
 
-    __slots__ = ("_scratch", "bits", "matrix")
+    __slots__ = ("_scratch", "bits", "group", "matrix")
 
-    def __init__(self, matrix: cpu.Matrix, scratch: Scratch, bits: int) -> None:
+    def __init__(
+        self, matrix: cpu.Matrix, scratch: Scratch, bits: int, group: int | None = None
+    ) -> None:
         self.matrix = matrix
         self._scratch = scratch
         self.bits = bits
+        self.group = group
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         return self.matrix.rows, self.matrix.k
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the small form."""
+        return self.matrix.nbytes
 
     def numel(self) -> int:
         """Count of numbers."""
@@ -98,7 +108,12 @@ def from_halves(weight: torch.Tensor, scratch: Scratch) -> Compact:
 
 def from_q4_1(raw: NDArray[np.uint8], scratch: Scratch) -> Compact:
     """Return rows of GGUF's Q4_1 blocks as they are, at their own group of 32."""
-    return Compact(cpu.from_q4_1(raw), scratch, 4)
+    return Compact(cpu.from_q4_1(raw), scratch, 4, cpu.BLOCK)
+
+
+def from_packed(packed: quant.Packed, scratch: Scratch) -> Compact:
+    """Return four-bit weights of any group; the last group of a row may be short."""
+    return Compact(cpu.four_bits(packed), scratch, 4, packed.group)
 
 
 def q4_0_as_q4_1(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -9,22 +9,19 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from agent.engine import compact
-from agent.engine import spec as specs
-from agent.engine import tokenizer as tokenizers
 from agent.engine.blocks import BlockPool
-from agent.engine.gguf_file import GgufFile
 from agent.engine.model import Model
+from agent.engine.opened import opened
 from agent.engine.scheduler import Scheduler
 from agent.engine.types import ModelFileError, ModelInfo
-from agent.engine.weights import FolderSource, GgufSource, Weights, load_weights, rope_factors
+from agent.engine.weights import Weights, load_weights
 from agent.engine.worker import TorchEngine
 
 if TYPE_CHECKING:
@@ -107,14 +104,13 @@ def load_engine(
     def progress(fraction: float) -> None:
         report("weights", 0.05 + 0.9 * fraction)
 
-    read = _from_folder if path.is_dir() else _from_gguf
     ours = torch.get_num_threads()
     # One thread while reading. GNU OpenMP keeps a pool for each thread that ever ran in parallel,
     # and once all pools hold more threads than there are cores it cuts the waiting spin to almost
     # nothing: a step took 36 ms instead of 25. The engine thread's pool must be the only one.
     torch.set_num_threads(1)
     try:
-        spec, tokenizer, weights = read(
+        spec, tokenizer, weights = read_model(
             path, DTYPES[dtype], target, progress, small=dtype == "int4"
         )
     finally:
@@ -177,7 +173,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _from_gguf(
+def read_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -185,53 +181,10 @@ def _from_gguf(
     *,
     small: bool,
 ) -> tuple[ModelSpec, TextTokenizer, Weights]:
-    with GgufFile(path) as file:
-        spec = specs.from_gguf(file, rope_factors(file))
-        tokenizer = tokenizers.from_gguf(file)
-        source = GgufSource(file)
-        weights = load_weights(spec, source, dtype, device, progress, small=small)
-        return spec, tokenizer, weights
-
-
-def _from_folder(
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[float], None],
-    *,
-    small: bool,
-) -> tuple[ModelSpec, TextTokenizer, Weights]:
-    config = _object(folder / "config.json", required=True)
-    generation = _object(folder / "generation_config.json", required=False)
-    ends = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-    spec = specs.from_config(config)
-    tokenizer = tokenizers.from_folder(folder, frozenset(ends))
-    if tokenizer.vocab_size > spec.vocab:
-        raise ModelFileError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {spec.vocab}"
-        )
-    source = FolderSource(folder)
-    weights = load_weights(spec, source, dtype, device, progress, small=small)
-    return spec, tokenizer, weights
-
-
-def _ids(value: Any) -> set[int]:
-    values = value if isinstance(value, list) else [value]
-    return {v for v in values if isinstance(v, int) and v >= 0}
-
-
-def _object(path: Path, *, required: bool) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise ModelFileError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as problem:
-        raise ModelFileError(f"malformed {path.name}: {problem}") from None
-    if not isinstance(value, dict):
-        raise ModelFileError(f"malformed {path.name}: not an object")
-    return value
+    """Return a file's or folder's dimensions, tokenizer and weights; raises `ModelFileError`."""
+    with opened(path) as model:
+        weights = load_weights(model.spec, model.source, dtype, device, progress, small=small)
+        return model.spec, model.tokenizer, weights
 
 
 def _identifier(path: Path) -> str:

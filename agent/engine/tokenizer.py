@@ -143,6 +143,11 @@ class TextTokenizer:
         )
         return self._encode(text, tokens_max, special=False)
 
+    def to_json(self) -> str:
+        """Return the text of a `tokenizer.json`, from which `from_folder` makes the same again."""
+        text: str = self._inner.to_str()
+        return text
+
     def piece(self, token_id: int) -> bytes:
         """Return a token's bytes; special tokens and ids without a token have none."""
         return self._pieces[token_id] if token_id < len(self._pieces) else b""

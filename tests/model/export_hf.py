@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from agent.engine import spec as specs
 from agent.engine.gguf_file import GgufFile
-from agent.engine.weights import GgufSource, load_weights, rope_factors
+from agent.engine.sources import GgufSource, rope_factors
+from agent.engine.weights import load_weights
 
 
 def export(source: Path, folder: Path) -> None:

@@ -29,7 +29,7 @@ def logits(path, ids, *, small):
 
     Pieces of 6 tokens, then 40 at once, then single ones: each way that a product is computed.
     """
-    spec, _, weights = load._from_gguf(
+    spec, _, weights = load.read_model(
         path, torch.float32, torch.device("cpu"), lambda _fraction: None, small=small
     )
     model = Model(spec, weights, blocks=TOKENS // 16, block_size=16)
@@ -43,7 +43,7 @@ def logits(path, ids, *, small):
 
 @pytest.mark.timeout(400)
 def test_the_best_token_differs_only_where_float32_itself_hardly_prefers_one(model_path):
-    _, tokenizer, _ = load._from_gguf(
+    _, tokenizer, _ = load.read_model(
         model_path, torch.float32, torch.device("cpu"), lambda _fraction: None, small=True
     )
     ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: TOKENS + 1]

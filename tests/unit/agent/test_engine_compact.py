@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.engine import compact, weights
+from agent.engine import compact, sources, weights
 from agent.engine.gguf_file import GgufFile
 from agent.engine.load import load_engine
 from agent.engine.model import Model, Span
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not compact.AVAILABLE, reason="capability: AVX2 
 def loaded(path, *, small):
     with GgufFile(path) as file:
         spec = from_gguf(file, None)
-        source = weights.GgufSource(file)
+        source = sources.GgufSource(file)
         cpu = torch.device("cpu")
         found = weights.load_weights(
             spec, source, torch.float32, cpu, lambda _fraction: None, small=small

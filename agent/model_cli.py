@@ -1,0 +1,180 @@
+"""`tongguan model`: quantise a model, plan its precision, check a quantised folder.
+
+Imports of the engine (torch) wait until a command needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from agent.engine.precision import Plan
+
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+_EXIT_WRONG, _EXIT_BUDGET = 2, 3
+_THREADS = click.option(
+    "--threads", type=click.IntRange(min=0), default=0,
+    help="CPU threads; one where other work has the cores.  [default: torch's choice]",
+)  # fmt: skip
+
+
+@click.group(
+    short_help="Quantise a model to four bits, plan its precision.", context_settings=_HELP
+)
+def model() -> None:
+    """Quantise a model to four bits, plan its precision, check a quantised folder."""
+
+
+class Progress:
+    """Says on stderr how far a long command is and how long it will still take.
+
+    On a terminal one line that is written over; elsewhere a line for each tenth.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._tenth = -1
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, phase: str, share: float) -> None:
+        """Take a phase and the share done, 0 to 1."""
+        spent = time.monotonic() - self._began
+        if self._first is None:
+            self._first = share
+        left = ""
+        if share > self._first and share < 1.0:
+            seconds = spent / (share - self._first) * (1.0 - share)
+            left = f", about {seconds / 60:.0f} min left" if seconds >= 90 else (
+                f", about {seconds:.0f} s left"
+            )  # fmt: skip
+        line = f"{phase}: {share:4.0%}{left}"
+        if self._terminal:
+            click.echo(f"\r\x1b[K{line}", err=True, nl=share >= 1.0)
+        elif int(share * 10) > self._tenth:
+            self._tenth = int(share * 10)
+            click.echo(line, err=True)
+
+
+def _fail(problem: object, code: int = 1) -> None:
+    click.echo(f"tongguan model: {problem}", err=True)
+    sys.exit(code)
+
+
+def _use(threads: int) -> None:
+    from agent.engine.threads import shorten_spin
+
+    shorten_spin(os.environ)  # before torch, whose OpenMP reads it once
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _source(name: str | None) -> Path:
+    from agent.engine.load import default_model
+
+    return default_model() if name is None else Path(name)
+
+
+def _read_plan(path: Path | None) -> Plan | None:
+    import json
+
+    from agent.engine.precision import parse
+
+    if path is None:
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse(value.get("plan", value) if isinstance(value, dict) else {})
+    except (OSError, ValueError) as problem:
+        raise click.BadParameter(f"{path}: {problem}") from None
+
+
+@model.command(short_help="Write a model's folder with four-bit weights.")
+@click.argument("source", required=False)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option(
+    "--group", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
+    help="Weights that share a scale and a zero point; with --plan the plan's.",
+)  # fmt: skip
+@click.option(
+    "--plan", "plan_path", type=click.Path(path_type=Path),
+    help="What `tongguan model plan --json` wrote.  [default: FFN four bits, the rest FP16]",
+)  # fmt: skip
+@click.option("--plain", is_flag=True, help="Choose codes by the weights alone, without a text.")
+@click.option(
+    "--text", "text_path", type=click.Path(path_type=Path),
+    help="UTF-8 text to calibrate on.  [default: the shipped one]",
+)  # fmt: skip
+@click.option("--no-report", is_flag=True, help="Do not measure the perplexity before and after.")
+@_THREADS
+def quantize(
+    source: str | None,
+    out: Path,
+    group: str,
+    plan_path: Path | None,
+    plain: bool,
+    text_path: Path | None,
+    no_report: bool,
+    threads: int,
+) -> None:
+    """Write the model SOURCE (GGUF file or Hugging Face folder; none: the default model) to --out.
+
+    \b
+    Killed, it goes on where it was when the same command is repeated. Beside the weights lie
+    quality.txt, quality.json and quantization.json (the plan, every file's SHA-256).
+    Serve it with TONGGUAN_AGENT_MODEL=DIR; docs/kernels.md says what is chosen how.
+
+    \b
+    Exit codes: 0 written; 1 the model cannot be read or the folder not be written; 2 wrong use;
+    3 written, but its perplexity is beyond the plan's budget.
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
+    _use(threads)
+    from agent.engine.convert import WINDOWS, Options, convert
+    from agent.engine.quality import text_of
+    from agent.engine.types import EngineError
+
+    plan = _read_plan(plan_path)
+    try:
+        text = text_path.read_text(encoding="utf-8") if text_path else None
+        options = Options(int(group), plan, plain, text, 0 if no_report else WINDOWS)
+        manifest = convert(_source(source), out, options, Progress())
+    except EngineError as problem:
+        _fail(problem)
+    except OSError as problem:
+        _fail(f"{problem.filename or out}: {problem.strerror}; repeat the command to go on")
+    except ValueError as problem:
+        _fail(problem, _EXIT_WRONG)
+    size = sum(facts["bytes"] for facts in manifest["files"].values())
+    click.echo(f"{out}: {size / 1e6:.0f} MB in {len(manifest['files'])} files")
+    quality = manifest.get("quality")
+    if quality:
+        click.echo(text_of(quality | {"output_errors": []}).split("\n\n", 1)[0])
+        sys.exit(0 if quality["within_budget"] else _EXIT_BUDGET)
+
+
+@model.command(short_help="Compare a quantised folder with its manifest.")
+@click.argument("folder", type=click.Path(path_type=Path))
+def check(folder: Path) -> None:
+    """Compare every file of a quantised FOLDER with the hashes in its manifest.
+
+    Exit codes: 0 all are the same; 1 one is not, or there is no manifest.
+    """
+    from agent.engine.model_folder import changed
+    from agent.engine.types import EngineError
+
+    try:
+        lines = changed(folder)
+    except (EngineError, OSError) as problem:
+        _fail(problem)
+    for line in lines:
+        click.echo(line)
+    click.echo("as written" if not lines else f"{len(lines)} files are not as written")
+    sys.exit(1 if lines else 0)
