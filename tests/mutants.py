@@ -14,9 +14,11 @@ could not run, or a test fails without a fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -103,16 +105,21 @@ class Copy:
             "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in one second
             "BLACKBOX_WAIT_S": str(WAIT_S),
         }
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *named],
             cwd=self.folder,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
-        )
-        self.said = done.stdout + done.stderr
-        return done.returncode
+            start_new_session=True,
+        ) as process:
+            try:
+                self.said, _ = process.communicate()
+            finally:  # a fault may keep a sidecar, or its workers, from ending
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode
 
     def put_in(self, mutant: Mutant) -> None:
         """Put a fault in."""

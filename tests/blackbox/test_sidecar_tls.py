@@ -1,5 +1,6 @@
 """The sealed door behind TLS by RFC 8998, met by a client that is another process."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -305,6 +306,28 @@ def test_clients_show_certificates(tmp_path, upstream, keys, authority, channel,
                 with pytest.raises((EOFError, ConnectionError)):
                     peer.ask(sealed.request())
         assert ended(sidecar, "ok") == (2 if clients == "allow" else 1)
+
+
+def test_requests_right_behind_a_handshake_wait_for_its_end(
+    tmp_path, upstream, keys, authority, channel
+):
+    """A client is done before we have verified it: more than a handshake may hold comes then."""
+    upstream.answering(ok)
+    pair = authority.issue("hurried.test")
+    certificate = authority.issue("client-h")
+    sealed = [channel.seal(b"x" * 900_000, kind="text/plain", stream=True) for _ in range(8)]
+    with (
+        door(tmp_path / "s", upstream, keys, pair, TLS_CLIENT_CA=authority.certificate) as sidecar,
+        Peer(sidecar, authority.certificate, *certificate) as peer,
+        contextlib.ExitStack() as stack,
+    ):
+        # Together: one thread does all their signatures.
+        clients = [stack.enter_context(peer.client()) for _ in sealed]
+        for client, one in zip(clients, sealed, strict=True):
+            client.send(one.request())
+        for client, one in zip(clients, sealed, strict=True):
+            assert one.open(client.answer())[0] == 200
+        assert ended(sidecar, "ok") == len(sealed)
 
 
 def test_a_new_certificate_is_taken_and_a_broken_one_is_not(
