@@ -172,12 +172,16 @@ def test_idle_time_runs_from_the_last_event_that_passed(sidecars, upstream):
 
 @LENT
 def test_a_client_that_stops_reading_gets_every_byte_later(sidecars, upstream):
-    big = [b"data: " + bytes([97 + n % 26]) * 60_000 + b"\n\n" for n in range(160)]
+    # One whole chunk a read, so that it is the pump that finds the client's side full.
+    big = [b"data: " + bytes([97 + n % 26]) * 30_000 + b"\n\n" for n in range(300)]
+    sent = []
 
     def script(seen):
         seen.reply(SSE_HEAD)
         for piece in [*EVENTS[:5], *big, DONE]:
             seen.wire.send(chunk(piece))
+            sent.append(piece)
+            time.sleep(0.001)
         seen.wire.send(LAST_CHUNK)
 
     upstream.answering(script)
@@ -185,7 +189,11 @@ def test_a_client_that_stops_reading_gets_every_byte_later(sidecars, upstream):
     with lending.client(receive_buffer=8192) as client:
         client.send(post(CHAT))
         client.head()
-        time.sleep(0.4)
+        last = -1
+        while last != len(sent):  # until the upstream stands still
+            last = len(sent)
+            time.sleep(0.1)
+        assert last < len(big)
         payload, _ = client.chunked()
     assert payload == b"".join([*EVENTS[:5], *big, DONE])
 
