@@ -148,7 +148,7 @@ class Outbound(Reception):
         if model:
             lines.append(b"X-Model-Id: %b\r\n" % model.encode())
         lines.append(b"traceparent: %b\r\n" % self.traceparent)
-        if b"tracestate" in fields:
+        if self.joined and b"tracestate" in fields:
             lines.append(b"tracestate: %b\r\n" % fields[b"tracestate"])
         if b"x-request-id" in fields:
             lines.append(b"X-Request-Id: %b\r\n" % fields[b"x-request-id"])

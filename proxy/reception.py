@@ -6,6 +6,7 @@ has come, so a slow upload holds none; where there is none, the request waits in
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from proxy.errors import RequestError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 TENANT_BYTES_MAX = 255
 VCHAR = bytes(range(0x21, 0x7F))
 EARLY_LOOK_BYTES = 64 << 10  # a body above it is not taken in for a queue that is full
+_TRACESTATE = re.compile(rb"(?i)(?:(?<=\n)|^)tracestate:[^\r\n]*\r\n")
 REFUSED = {
     "queue_full": "no place is left and the queue of class {qos} is full; try again in {s} s",
     "queue_deadline": "no place got free within the deadline of class {qos}; try again in {s} s",
@@ -330,6 +332,8 @@ class Reception(Replier):
     def _head(self, lines: bytes, framing: bytes) -> bytes:
         """Return the head to send upstream; `lines` are the client's that go on."""
         lane, fields = self.lane, self.request.fields
+        if not self.joined and b"tracestate" in fields:  # it belongs to the traceparent that came
+            lines = _TRACESTATE.sub(b"", lines)
         host = lane.host
         if not host:
             sealed = self._intake is not None

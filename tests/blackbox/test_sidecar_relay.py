@@ -24,6 +24,7 @@ from tests.blackbox.harness import (
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"temperature":0}'
 OURS = {b"X-QoS-Class", b"X-QoS-Pool", b"X-Trace-Id", b"Server-Timing"}
+TRACE = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_json_answer_is_relayed_byte_for_byte(sidecar, upstream):
 
 def test_request_head_and_body_reach_the_upstream_as_sent(sidecar, upstream):
     fields = [b"x-LOWER:v", b"X-Many: 1", b"X-Other:  b ", b"x-many: 2", b"Authorization: Bearer s",
-              b"X-Request-Id: r-1", b"tracestate: k=v"]  # fmt: skip
+              b"X-Request-Id: r-1", b"tracestate: k=v", TRACE]  # fmt: skip
     sidecar.ask(post(CHAT, *fields, target=b"/v1/a%20b?q=1&q=2"))
     seen = upstream.last()
     assert seen.line == b"POST /v1/a%20b?q=1&q=2 HTTP/1.1"
@@ -164,6 +165,24 @@ def test_traceparent_is_kept_or_made(sidecar, upstream):
     assert upstream.last().get("traceparent") == kept
     sidecar.ask(post(CHAT, b"traceparent: 00-nonsense"))
     assert re.fullmatch(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", upstream.last().get("traceparent"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ([b"tracestate: a=1", TRACE, b"X-A: 1", b"Tracestate: b=2"], [b"a=1", b"b=2"]),
+        ([b"tracestate: a=1", b"X-A: 1", b"Tracestate: b=2"], []),
+        ([b"tracestate: a=1", b"traceparent: 00-nonsense", b"X-A: 1"], []),
+        ([b"TRACESTATE:a=1", TRACE, TRACE, b"X-A: 1"], []),
+    ],
+    ids=["valid", "none", "invalid", "two"],
+)
+def test_tracestate_goes_on_with_its_traceparent_only(sidecar, upstream, fields, kept):
+    sidecar.ask(post(CHAT, *fields))
+    seen = upstream.last()
+    assert seen.all("tracestate") == kept
+    assert len(seen.all("traceparent")) == 1
+    assert seen.get("X-A") == b"1"
 
 
 @pytest.mark.parametrize(

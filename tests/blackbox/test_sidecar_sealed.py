@@ -204,7 +204,8 @@ def test_single_answer_is_sealed_and_its_outside_says_nothing(sidecar, upstream,
 def test_only_the_inner_request_reaches_the_upstream(sidecar, upstream, channel):
     sealed = channel.seal(CHAT, target="/inner?x=1", qos="P2")
     fields = ["Authorization: Bearer outer", "Cookie: c=1", "X-QoS-Class: P0", "X-Any: 1",
-              "X-Forwarded-For: 1.2.3.4", "X-Request-Id: r-7", "tracestate: k=v"]  # fmt: skip
+              "X-Forwarded-For: 1.2.3.4", "X-Request-Id: r-7", "tracestate: k=v",
+              f"traceparent: 00-{7:032x}-{7:016x}-01"]  # fmt: skip
     answer = ask(sidecar, sealed.request(*fields, path="/outer?y=2"))
     assert sealed.open(answer)[0] == 200
     seen = upstream.last()
