@@ -42,6 +42,7 @@ _Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
 _Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
 _Take = TypeVar("_Take", bound="Callable[..., object]")
 _Grow = TypeVar("_Grow", bound="Callable[..., int]")
+_Events = TypeVar("_Events", bound="Callable[..., object]")
 _Valid = TypeVar("_Valid", bound="Callable[[bytes], bool]")
 _Head = TypeVar("_Head", bound="Callable[..., bytes]")
 _Line = TypeVar("_Line", bound="Callable[..., tuple[bytes, str]]")
@@ -112,6 +113,19 @@ def bodies(
         return members, view, cut_answer
     reader = _wire.Bodies(classes, ids, (members, view, cut_answer))
     return reader.members, reader.view, reader.cut_answer
+
+
+def events(plain: _Events) -> _Events:
+    """Return plain_events(data, event_bytes) in place of the given twin.
+
+    It takes the events that `data` begins with as long as each says a piece of choice 0's text and
+    nothing else of note, and returns (where the first other one begins, the texts joined, the first
+    model that was named or None). A longer event than `event_bytes` is another one.
+    """
+    if _wire is None:
+        return plain
+    chosen: _Events = _wire.plain_events
+    return chosen
 
 
 def traceparents(plain: _Valid) -> _Valid:

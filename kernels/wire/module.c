@@ -120,6 +120,8 @@ static PyMethodDef module_methods[] = {
     {"whole_chunks", (PyCFunction)(void (*)(void))wire_whole_chunks, METH_FASTCALL,
      "whole_chunks(data, pieces, /)\n--\n\n"
      "Append the payload of each chunk that `data` begins with; return where they end."},
+    {"plain_events", (PyCFunction)(void (*)(void))wire_plain_events, METH_FASTCALL,
+     "plain_events(data, event_bytes, /)\n--\n\nSee kernels.wire.events."},
     {"plain_traceparent", (PyCFunction)wire_plain_traceparent, METH_O,
      "plain_traceparent(value, /)\n--\n\nSee kernels.wire.traceparents."},
     {"answer_head", (PyCFunction)(void (*)(void))wire_answer_head, METH_FASTCALL,

@@ -132,6 +132,7 @@ extern PyType_Spec wire_pump_spec;
 /* Adds the type Mac, where a libcrypto is loaded that offers what it needs; 0, or -1. */
 int wire_add_mac(PyObject *module);
 
+PyObject *wire_plain_events(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_plain_traceparent(PyObject *module, PyObject *value);
 PyObject *wire_answer_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);

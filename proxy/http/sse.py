@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kernels import wire
 from proxy.http.body import CHOICES_MAX, IDS, OPTIONS, TEXT_MAX, cut_ids, u32_ids
 from proxy.http.event import UNREADABLE, Event, decode
 
@@ -41,6 +42,15 @@ _DATA = re.compile(rb"(?:(?<=[\r\n])|\A(?:\xef\xbb\xbf)?)data(?:: ?([^\r\n]*)|(?
 _CR = 13
 
 
+def _no_events(data: bytes, event_bytes: int) -> tuple[int, bytes, str | None]:
+    """Take none: `_take` reads every event."""
+    del data, event_bytes
+    return 0, b"", None
+
+
+_plain_events = wire.events(_no_events)
+
+
 class EventSplitter:
     """Splits a stream into events, each with its blank line.
 
@@ -57,6 +67,11 @@ class EventSplitter:
         self._pending = bytearray()
         self._scanned = 0
         self._tail = b""
+
+    @property
+    def plain_bytes(self) -> int:
+        """How long an event may be that the next bytes begin with; 0: they do not begin one."""
+        return 0 if self._pending or self.lost else self._event_bytes
 
     @property
     def pending(self) -> bytes:
@@ -242,7 +257,18 @@ class StreamObserver:
         if not backlog:
             return
         self._backlog, self._backlog_bytes = [], 0
-        events = self._splitter.feed(backlog[0] if len(backlog) == 1 else b"".join(backlog))
+        data = backlog[0] if len(backlog) == 1 else b"".join(backlog)
+        plain_bytes = self._splitter.plain_bytes
+        if self._on_content is not None and plain_bytes:
+            end, text, model = _plain_events(data, plain_bytes)
+            if text:
+                self._on_content(0, text.decode())
+            if model is not None and not self._model:
+                self._model = model[:TEXT_MAX]
+            if end == len(data):
+                return
+            data = data[end:]
+        events = self._splitter.feed(data)
         if self._splitter.lost:
             events.pop()
         if self._on_content is None:

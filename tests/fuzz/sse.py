@@ -29,6 +29,10 @@ EVENTS = (
     b'data:{"choices":[{"index":0,"text":"x","finish_reason":"stop","token_ids":null}]}\r\r',
     b'data: {"prompt_token_ids":[1, 2],"choices":[{"delta":{"content":"\xe5\xb7\xa7"}}]}\n\n',
     b'data: {"choices":\ndata: [{"index":0,"delta":{"content":"two lines"}}]}\n\n',
+    b'data: {"id":"c","model":"m","choices":[{"index":0,"delta":{"role":"a","content":""}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"b"},"finish_reason":null}],"usage":null}\n\n',
+    b'data: {"model":"n", "choices":[{"delta":{"content":"a\\n\\u00e9 \\ud83d\\ude00"}}]}\n\n',
+    b'data: {"choices":[{"text":"a text \xe5\xb7\xa7","index":0,"delta":null}],"x":[1.5e3,{}]}\n\n',
     b": ping\n\n",
     b"event: x\nid: 1\ndata\n\n",
     b"\xef\xbb\xbfdata: 1\n\n",
@@ -37,6 +41,7 @@ EVENTS = (
 JUNK = (
     b"\n", b"\r", b"\r\n", b"\n\r", b"\n\n", b"\r\r", b"data", b"data:", b"data: ", b":", b" ",
     b"{", b'"', b"]", b",", b"\\u0074", b'"token_ids":[1],', b',"token_ids": null', b"\x00",
+    b"\\ud800", b'"content":"z",', b'"usage":{},', b'"finish_reason":"stop",', b"null",
     b"\xff", b"\xef\xbb\xbf", b"[DONE]", b'"index":0,', b"9" * 30, b"[" * 40,
 )  # fmt: skip
 
@@ -151,8 +156,11 @@ def check(rng: random.Random) -> None:
         assert b"".join(events) == stream, why
     for event in expected:
         assert _payload(event)[0] == reference_data(event), (event, *why)
+    seen = observed([stream], frozenset(), event_bytes)
     for added in (frozenset[str](), frozenset([IDS]), frozenset([IDS, OPTIONS])):
         whole = observed([stream], added, event_bytes)
+        # Where nothing may be cut, plain events are read many at a time, and by other code.
+        assert whole[1:] == seen[1:], (added, *why)
         assert observed(pieces, added, event_bytes) == whole, (added, *why)
         handed = whole[0]
         assert isinstance(handed, bytes)
