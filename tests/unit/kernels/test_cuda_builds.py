@@ -57,11 +57,19 @@ def test_sanitizers_find_nothing(driver):
 
 
 @pytest.mark.slow
-def test_sanitizers_report_an_output_that_is_64_bytes_short(driver):
-    done = run(driver, "short")
+@pytest.mark.parametrize(
+    ("kernel", "file"),
+    [
+        ("dequant_int4", "dequant.cu"), ("rms_norm", "layer.cu"), ("rope", "layer.cu"),
+        ("paged_attention", "layer.cu"),
+    ],
+)  # fmt: skip
+def test_sanitizers_report_an_output_that_is_64_bytes_short(driver, kernel, file):
+    done = run(driver, kernel)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
-    assert "dequant.cu" in done.stderr
+    assert f"in {kernel}" in done.stderr
+    assert file in done.stderr
 
 
 @pytest.mark.slow

@@ -44,14 +44,23 @@ def layer_is_right(backend):
     args = [kit.guarded(a).array for a in (x, weight)]
     backend.run(plans.rms_norm(backend, *args, out.array, eps=1e-5))
     norm = np.abs(out.check() - reference.rms_norm(x, weight, 1e-5)).max()
-    query = rng.normal(0, 2, (1, 2, 64)).astype(np.float16)
-    keys, values = (rng.normal(0, 2, (3, 8, 1, 64)).astype(np.float16) for _ in range(2))
+    query = rng.normal(0, 2, (1, 4, 64)).astype(np.float16)
+    keys, values = (rng.normal(0, 2, (3, 8, 2, 64)).astype(np.float16) for _ in range(2))
     table, lengths = np.array([[2, 0, 1]], np.int32), np.array([21], np.int32)
-    got = kit.Guarded((1, 2, 64), np.float16)
+    got = kit.Guarded((1, 4, 64), np.float16)
     args = [kit.guarded(a).array for a in (query, keys, values, table, lengths)]
     backend.run(plans.paged_attention(backend, *args, got.array))
     exact = reference.paged_attention(query, keys, values, table, lengths)
     return norm < 1e-2 and np.abs(got.check() - exact).max() < 1e-2
+
+
+def rope_is_right(backend):
+    start = np.random.default_rng(5).normal(0, 1, (3, 5, 64)).astype(np.float16)
+    x, positions = kit.guarded(start), np.array([0, 3, 11], np.int32)
+    inverse = (100.0 ** -(np.arange(32) / 32)).astype(np.float32)
+    args = [kit.guarded(a).array for a in (positions, inverse)]
+    backend.run(plans.rope(backend, x.array, *args))
+    return np.abs(x.check() - reference.rope(start, positions, inverse)).max() < 1e-2
 
 
 # name: the kernel's file, the file changed, what is there, what is put in its place, the check.
@@ -119,6 +128,23 @@ MUTANTS = {
         "layer", "layer.cu", "blocks[token / block_tokens]", "blocks[(token - 1) / block_tokens]",
         layer_is_right,
     ),
+    "a token too many": (
+        "layer", "layer.cu", "token < lengths[sequence]", "token <= lengths[sequence]",
+        layer_is_right,
+    ),
+    "keys of another head": (
+        "layer", "layer.cu", "head / (heads / kv_heads)", "head % kv_heads", layer_is_right,
+    ),
+    "a norm's tail left out": (
+        "layer", "layer.cu", "i < hidden; i += LAYER_THREADS) {",
+        "i < hidden - 44; i += LAYER_THREADS) {", layer_is_right,
+    ),
+    "a sine's sign": (
+        "layer", "layer.cu", "a * cosine - b * sine", "a * cosine + b * sine", rope_is_right,
+    ),
+    "the angle of another pair": (
+        "layer", "layer.cu", "inverse[i % half]", "inverse[i / half]", rope_is_right,
+    ),
     "a barrier that half of a warp passes by": (
         "gemv", "gemv.cu", "    __syncthreads();\n    int m",
         "    if (lane < 16) __syncthreads();\n    int m", gemv_is_right,
@@ -167,6 +193,7 @@ def test_a_fault_is_seen(copy, name):
         ("gemv", gemv_is_right),
         ("gemm", gemm_is_right),
         ("layer", layer_is_right),
+        ("layer", rope_is_right),
     ],
 )
 def test_without_a_fault_nothing_is_seen(copy, kernel, check):
