@@ -27,6 +27,7 @@ MODULE = "kernels.wire._wire"
 def fuzz(extension: str, seconds: float, seed: int) -> int:
     """Compare damaged traffic until the time is over."""
     builds.load(MODULE, extension)
+    from tests.fuzz import sse
     from tests.unit.kernels import wire_cases
 
     assert wire_cases.wire._wire.__file__ == extension
@@ -40,6 +41,9 @@ def fuzz(extension: str, seconds: float, seed: int) -> int:
                 data = wire_cases.damaged(rng, name)
                 cases += 1
                 taken += wire_cases.agrees(pair, *wire_cases.arguments(rng, name, data))
+        for _ in range(50):  # streams: plain events are C's, all others and all pieces are not
+            sse.check(rng)
+            cases += 1
     print(f"{Path(extension).stem.partition('.')[0]}: {cases} cases, {taken} taken, all agree")
     return 0
 
