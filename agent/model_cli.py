@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -62,7 +62,7 @@ class Progress:
             click.echo(line, err=True)
 
 
-def _fail(problem: object, code: int = 1) -> None:
+def _fail(problem: object, code: int = 1) -> NoReturn:
     click.echo(f"tongguan model: {problem}", err=True)
     sys.exit(code)
 
@@ -83,17 +83,27 @@ def _source(name: str | None) -> Path:
     return default_model() if name is None else Path(name)
 
 
-def _read_plan(path: Path | None) -> Plan | None:
+def _read_json(path: Path) -> dict[str, Any]:
     import json
 
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise click.BadParameter(f"{path}: {problem}") from None
+    if not isinstance(value, dict):
+        raise click.BadParameter(f"{path}: not an object")
+    return value
+
+
+def _read_plan(path: Path | None) -> Plan | None:
     from agent.engine.precision import parse
 
     if path is None:
         return None
+    value = _read_json(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return parse(value.get("plan", value) if isinstance(value, dict) else {})
-    except (OSError, ValueError) as problem:
+        return parse(value.get("plan", value))
+    except ValueError as problem:
         raise click.BadParameter(f"{path}: {problem}") from None
 
 
@@ -158,6 +168,93 @@ def quantize(
     if quality:
         click.echo(text_of(quality | {"output_errors": []}).split("\n\n", 1)[0])
         sys.exit(0 if quality["within_budget"] else _EXIT_BUDGET)
+
+
+@model.command(short_help="Say which products to keep in four bits.")
+@click.argument("source", required=False)
+@click.option(
+    "--budget", type=click.FloatRange(min=1), default=1.15, show_default=True,
+    help="Ratio of perplexities to FP16 that the plan may cost by its own estimate.",
+)  # fmt: skip
+@click.option(
+    "--group", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
+    help="Weights that share a scale and a zero point.",
+)  # fmt: skip
+@click.option(
+    "--table", "table_path", type=click.Path(path_type=Path),
+    help="Read the sensitivities from what an earlier run wrote with --json.",
+)  # fmt: skip
+@click.option(
+    "--text", "text_path", type=click.Path(path_type=Path),
+    help="UTF-8 text to measure on.  [default: the shipped one]",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print table and plan as JSON.")
+@_THREADS
+def plan(
+    source: str | None,
+    budget: float,
+    group: str,
+    table_path: Path | None,
+    text_path: Path | None,
+    as_json: bool,
+    threads: int,
+) -> None:
+    """Measure how sensitive the products of SOURCE are to four bits, and choose a plan.
+
+    \b
+    SOURCE: GGUF file or Hugging Face folder; none: the default model. Of each product of each
+    layer the table has the relative error of its output, and by how much the perplexity of the
+    calibration text grows, if it alone is in four bits; * marks what the plan puts there.
+
+    \b
+    tongguan model plan --json > plan.json
+    tongguan model quantize --plan plan.json --out DIR
+
+    Exit codes: 0 planned; 1 the model cannot be read; 2 wrong use.
+    """  # noqa: D301 - click's mark for a paragraph that is not wrapped
+    import json
+
+    from agent.engine.precision import choose, saved_bytes
+    from agent.engine.types import EngineError
+
+    width = int(group)
+    if table_path is not None:
+        from agent.engine.sensitivity import parse, plain, table_text
+
+        value = _read_json(table_path)
+        try:
+            table = parse(value.get("table"))
+            width = int(value["plan"]["group"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise click.BadParameter(f"{table_path}: {problem}") from None
+    else:
+        _use(threads)
+        from agent.engine import reading
+        from agent.engine.opened import opened
+        from agent.engine.sensitivity import measure, plain, table_text
+
+        try:
+            own = text_path.read_text(encoding="utf-8") if text_path else None
+            text = reading.shipped("calibration") if own is None else own
+            with opened(_source(source)) as found:
+                table = measure(found, text, width, Progress())
+        except EngineError as problem:
+            _fail(problem)
+        except OSError as problem:
+            _fail(f"{problem.filename}: {problem.strerror}")
+        except ValueError as problem:
+            _fail(problem, _EXIT_WRONG)
+    chosen = choose(table, budget=budget, group=width)
+    if as_json:
+        click.echo(json.dumps({"plan": chosen.plain(), "table": plain(table)}, indent=1))
+        return
+    click.echo(table_text(table, chosen.int4))
+    whole = sum(row.fp16_bytes for row in table)
+    click.echo(
+        f"{len(chosen.int4)} of {len(table)} products in four bits at group {width}: "
+        f"{(whole - saved_bytes(chosen, table)) / 1e6:.0f} MB in place of {whole / 1e6:.0f}"
+    )
+    click.echo(f"Perplexity x {chosen.estimate:.4f} by estimate, {budget:g} allowed")
 
 
 @model.command(short_help="Compare a quantised folder with its manifest.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 Precision = Literal["fp16", "int4"]
 # The products of a layer, in their order; each is one matrix in the engine.
@@ -78,9 +78,9 @@ class Plan:
         }
 
 
-def parse(value: Mapping[str, Any]) -> Plan:
+def parse(value: Any) -> Plan:
     """Return the plan that `Plan.plain` wrote; raises ValueError naming what is wrong."""
-    if value.get("version") != 1:
+    if not isinstance(value, dict) or value.get("version") != 1:
         raise ValueError("a plan of version 1 is expected")
     group, operators = value.get("group"), value.get("operators")
     if group not in {32, 64, 128} or isinstance(group, bool):

@@ -1,0 +1,156 @@
+"""Measure what four bits cost in perplexity: `python -m perf.quality [--json FILE]`.
+
+The default model reads the held-out text (agent/texts/NOTICE) in float32, as the engine holds it by
+default, as `tongguan model quantize` writes it at its own group of 32, at group 128, and at 128
+with codes chosen by the weights alone. Beside it, without a gate, a text of another kind: this
+checkout's documentation. Perplexity does not depend on the machine's load. Some 5 minutes on two
+cores. Exit codes: 0 every gate holds, 1 one is missed, 2 no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.engine.threads import shorten_spin
+from perf import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOC_WINDOWS = 8
+TOKENS_MIN = 8_192
+# figure: (least, most).
+GATES: dict[str, tuple[float, float]] = {
+    "default_ratio": (0.998, 1.002),
+    "own_group_ratio": (0.998, 1.002),
+    "group_128_ratio": (0.0, 1.15),
+    "scored_tokens": (TOKENS_MIN, float("inf")),
+}
+
+
+def missed(figures: dict[str, float]) -> list[str]:
+    """Return one line for each gate that does not hold; a figure that is no number holds none."""
+    return [
+        f"{name}: {figures[name]:.4f}, {least:g} to {most:g} expected"
+        for name, (least, most) in GATES.items()
+        if not least <= figures[name] <= most
+    ]
+
+
+def reading_of(path: Path, texts: Sequence[list[list[int]]], *, small: bool) -> list[float]:
+    """Return a model's perplexity on each text, given as windows of tokens."""
+    import torch
+
+    from agent.engine import reading
+    from agent.engine.load import read_model
+
+    spec, _, weights = read_model(
+        path, torch.float32, torch.device("cpu"), lambda _share: None, small=small
+    )
+    reader = reading.Reader(spec, weights)
+    return [
+        reading.perplexity(sum(reader.read(part) for part in parts), reading.scored(parts))
+        for parts in texts
+    ]
+
+
+def measure(model: Path, work: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the figures, and the output errors of the products at group 128."""
+    from agent.engine import compact, reading
+    from agent.engine.convert import Options, convert
+    from agent.engine.opened import opened
+
+    small = compact.AVAILABLE
+    with opened(model) as found:
+        held = reading.windows(found.tokenizer, reading.shipped("held_out"))
+        papers = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
+        docs = reading.windows(found.tokenizer, papers, limit=DOC_WINDOWS)
+
+    def say(phase: str) -> None:
+        print(phase, file=sys.stderr, flush=True)
+
+    def converted(name: str, options: Options) -> Path:
+        say(f"quantising: {name}")
+        convert(model, work / name, options, lambda _phase, _share: None)
+        return work / name
+
+    own = converted("own", Options(group=32, windows=0))
+    wide = converted("wide", Options(group=128, windows=1))
+    plain = converted("plain", Options(group=128, plain=True, windows=0))
+    say("reading in float32")
+    base, base_docs = reading_of(model, (held, docs), small=False)
+    say("reading in four bits, as the file has them")
+    (default,) = reading_of(model, (held,), small=small)
+    say("reading what was quantised")
+    (group_32,) = reading_of(own, (held,), small=small)
+    group_128, group_128_docs = reading_of(wide, (held, docs), small=small)
+    (weights_only,) = reading_of(plain, (held,), small=small)
+    quality = json.loads((wide / "quality.json").read_text(encoding="utf-8"))
+    errors: list[dict[str, Any]] = quality["output_errors"]
+    figures = {
+        "scored_tokens": float(reading.scored(held)),
+        "float32_perplexity": base,
+        "default_ratio": default / base,
+        "own_group_ratio": group_32 / base,
+        "group_128_ratio": group_128 / base,
+        "group_128_by_weights_alone_ratio": weights_only / base,
+        "docs_scored_tokens": float(reading.scored(docs)),
+        "docs_float32_perplexity": base_docs,
+        "docs_group_128_ratio": group_128_docs / base_docs,
+    }
+    return figures, errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="perf.quality", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument(
+        "--model", type=Path, help="GGUF file or folder; default: the default model"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    options = parser.parse_args()
+    shorten_spin(os.environ)
+    import torch
+
+    from agent.engine.load import default_model
+    from agent.engine.types import ModelFileError
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        model = options.model or default_model()
+        with tempfile.TemporaryDirectory() as work:
+            figures, errors = measure(model, Path(work))
+    except ModelFileError as problem:
+        print(f"perf.quality: {problem}", file=sys.stderr)
+        return 2
+    figures = {name: round(value, 5) for name, value in figures.items()}
+    lines = missed(figures)
+    result: dict[str, Any] = {
+        "machine": machine.facts() | {"torch": importlib.metadata.version("torch")},
+        "model": model.name,
+        "figures": figures,
+        "output_errors": errors,
+        "missed": lines,
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name, value in figures.items():
+        gate = GATES.get(name)
+        print(f"{name:34} {value:12.4f}" + (f"   {gate[0]:g} to {gate[1]:g}" if gate else ""))
+    for line in lines:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
