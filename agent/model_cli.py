@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from agent.engine.precision import Plan
 
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
@@ -37,29 +39,35 @@ class Progress:
     On a terminal one line that is written over; elsewhere a line for each tenth.
     """
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        echo: Callable[..., None] = click.echo,
+    ) -> None:
+        self._clock = clock
+        self._echo = echo
+        self._began = clock()
         self._first: float | None = None
         self._tenth = -1
         self._terminal = sys.stderr.isatty()
 
     def __call__(self, phase: str, share: float) -> None:
         """Take a phase and the share done, 0 to 1."""
-        spent = time.monotonic() - self._began
         if self._first is None:
             self._first = share
-        left = ""
-        if share > self._first and share < 1.0:
-            seconds = spent / (share - self._first) * (1.0 - share)
-            left = f", about {seconds / 60:.0f} min left" if seconds >= 90 else (
-                f", about {seconds:.0f} s left"
-            )  # fmt: skip
-        line = f"{phase}: {share:4.0%}{left}"
+        line = f"{phase}: {share:4.0%}{self._left(share - self._first, 1.0 - share)}"
         if self._terminal:
-            click.echo(f"\r\x1b[K{line}", err=True, nl=share >= 1.0)
-        elif int(share * 10) > self._tenth:
-            self._tenth = int(share * 10)
-            click.echo(line, err=True)
+            self._echo(f"\r\x1b[K{line}", err=True, nl=share >= 1.0)
+        elif int(share * 10 + 1e-9) > self._tenth:
+            self._tenth = int(share * 10 + 1e-9)
+            self._echo(line, err=True)
+
+    def _left(self, done: float, to_do: float) -> str:
+        if done <= 0.0 or to_do <= 0.0:
+            return ""
+        seconds = (self._clock() - self._began) / done * to_do
+        unit, value = ("min", seconds / 60) if seconds >= 90 else ("s", seconds)
+        return f", about {value:.0f} {unit} left"
 
 
 def _fail(problem: object, code: int = 1) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The node's reports on the admin door: `/v1/node/summary`, `…/topology`, `…/heatmap`.
+"""The node's reports on the admin door: summary, plan, topology, heat map, other engines.
 
 Each answer is the newest sample or is made from it; a report never makes the engine wait.
 """
@@ -37,6 +37,11 @@ def report_routes(node: Node, metrics: Metrics) -> list[Route]:
             return _none(watch)
         return answer(200, watch.latest.plain())
 
+    async def plan(_request: Request) -> Response:
+        if node.engine is None:
+            return answer(503, {"reasons": node.not_ready()})
+        return answer(200, {"model": node.engine.info.id, **node.engine.placement})
+
     async def summary(_request: Request) -> Response:
         return answer(200, summary_of(node, metrics))
 
@@ -58,6 +63,7 @@ def report_routes(node: Node, metrics: Metrics) -> list[Route]:
     return [
         Route("/v1/node/summary", summary),
         Route("/v1/node/topology", topology),
+        Route("/v1/node/plan", plan),
         Route("/v1/node/upstreams", upstreams),
         Route("/v1/node/heatmap", heatmap),
         Route("/v1/node/heatmap.svg", heatmap),

@@ -19,6 +19,7 @@ from agent.engine import compact
 from agent.engine.blocks import BlockPool
 from agent.engine.model import Model
 from agent.engine.opened import opened
+from agent.engine.placement import placement
 from agent.engine.scheduler import Scheduler
 from agent.engine.types import ModelFileError, ModelInfo
 from agent.engine.weights import Weights, load_weights
@@ -135,10 +136,12 @@ def load_engine(
         hashlib.sha256(f"{info.path}:{info.created}:{dtype}".encode()).digest(),
         caching=prefix_cache,
     )
+    model = Model(spec, weights, blocks=blocks, block_size=BLOCK_TOKENS)
+    used = threads or ours
     engine = TorchEngine(
         info,
         tokenizer,
-        Model(spec, weights, blocks=blocks, block_size=BLOCK_TOKENS),
+        model,
         Scheduler(
             pool,
             max_sequences=max_sequences,
@@ -148,7 +151,8 @@ def load_engine(
         ),
         max_sequences=max_sequences,
         max_waiting=max_waiting,
-        threads=threads or ours,
+        threads=used,
+        placement=placement(weights, whole_steps=model.whole_steps, threads=used),
     )
     report("ready", 1.0)
     return engine

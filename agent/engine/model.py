@@ -155,6 +155,11 @@ class Model:
         self._gathered = torch.empty(0, dtype=self.kv.dtype, device=self.device)
         self._widened = torch.empty(0, dtype=self._compute, device=self.device)
 
+    @property
+    def whole_steps(self) -> bool:
+        """Whether a step of few rows goes through all layers in one call."""
+        return self._stack is not None
+
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Compute all spans, fill their blocks and return logits [spans that want them, vocab].

@@ -219,6 +219,11 @@ class Engine(Protocol):
         """The model's tokenizer; thread safe."""
         ...
 
+    @property
+    def placement(self) -> Mapping[str, object]:
+        """How operators are held and where they run (`placement.placement`); never changes."""
+        ...
+
     def submit(
         self,
         prompt_ids: Sequence[int],

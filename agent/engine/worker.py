@@ -33,7 +33,7 @@ from agent.engine.types import (
 from agent.memory.admission import predicted_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.engine.model import Model
     from agent.engine.scheduler import Scheduler, Work
@@ -84,7 +84,7 @@ class TorchEngine:
     """Implements `types.Engine` on a `Model`, a `Scheduler` and one thread.
 
     `max_waiting` bounds requests that are accepted and not running; `threads`: CPU threads a step
-    may use.
+    may use; `placement`: what `/v1/node/plan` shows.
     """
 
     def __init__(
@@ -97,8 +97,10 @@ class TorchEngine:
         max_sequences: int,
         max_waiting: int,
         threads: int,
+        placement: Mapping[str, object] | None = None,
     ) -> None:
         self.info = info
+        self.placement = placement or {}
         self.tokenizer = tokenizer
         self._model = model
         self._scheduler = scheduler

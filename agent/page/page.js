@@ -6,6 +6,7 @@
   const at = (id) => document.getElementById(id);
   const none = "–";
   let before = null;
+  let planned = null;
   let heatMs = -HEAT_EVERY_MS;
 
   const size = (bytes) => {
@@ -85,6 +86,27 @@
     ]));
     at("missing").textContent = topology.missing.length ? `Not seen: ${topology.missing.join("; ")}` : "";
   };
+  // 0, 1, 2, 5 -> 0–2, 5
+  const ranges = (numbers) => {
+    const found = [];
+    numbers.forEach((number) => {
+      const last = found[found.length - 1];
+      if (last && number === last[1] + 1) last[1] = number;
+      else found.push([number, number]);
+    });
+    return found.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
+  };
+  const plan = (placed) => {
+    rows(at("plan"), placed.operators.map((row) => [
+      row.operator, row.precision, row.group, row.layers.length ? ranges(row.layers) : null,
+      `${row.rows} × ${row.cols}`, size(row.bytes),
+    ]));
+    const ways = placed.schedule.map((way) => {
+      const units = [...new Set([...way.first, ...way.each_layer, ...way.last].map((stage) => stage.unit))];
+      return `${way.rows} rows: ${units.join(", ")}${way.one_call ? ", all layers in one call" : ""}`;
+    });
+    at("plan-words").textContent = `${size(placed.bytes)} of weights; keys and values ${placed.kv}, computed in ${placed.compute}. ${ways.join("; ")}.`;
+  };
   const sections = (summary) => {
     at("sections").replaceChildren(...Object.entries(summary.sections).map(([name, facts]) => {
       const box = document.createElement("section");
@@ -122,6 +144,7 @@
         const summary = await ask("v1/node/summary");
         state(summary); engine(summary); classes(summary); sections(summary);
         before = summary;
+        if (summary.model && summary.model.id !== planned) { plan(await ask("v1/node/plan")); planned = summary.model.id; }
         if (summary.memory) {
           devices(await ask("v1/node/topology"));
           if (performance.now() - heatMs >= HEAT_EVERY_MS) { heatMs = performance.now(); await heat(); }

@@ -31,7 +31,7 @@ def browse(url, *options, timeout_s=90):
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
         "--no-first-run", "--disable-dev-shm-usage", "--enable-logging=stderr",
-        "--window-size=1024,1010",
+        "--window-size=1024,1360",
         "--virtual-time-budget=6000", *options, url,
     ]  # fmt: skip
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
@@ -82,6 +82,20 @@ def test_engine_classes_and_devices_are_shown(page):
         r'<tr><th scope="row">P1</th>(<td>[^<]*</td>){3}<td>[\d.]+ ms</td>', page.stdout
     )
     assert re.search(r'<tr><th scope="row">(node|gpu)0</th>', text_of(page, "devices"))
+
+
+def test_the_plan_is_shown(page):
+    rows = re.findall(
+        r'<tr><th scope="row">(\w+)</th><td>(\w+)</td><td>[^<]*</td><td>([^<]*)</td>',
+        text_of(page, "plan"),
+    )
+    assert [row[0] for row in rows] == ["embedding", "qkv", "out", "gate_up", "down", "head"]
+    dash = "\N{EN DASH}"
+    assert rows[0][2] == dash
+    assert {row[2] for row in rows[1:5]} == {f"0{dash}1"}
+    assert re.match(
+        r"[\d.]+ [KM]iB of weights; keys and values fp\d\d", text_of(page, "plan-words")
+    )
 
 
 def test_the_heat_map_has_words(page):

@@ -96,6 +96,7 @@ class ScriptEngine:
             parameters=0,
             created=1_700_000_000,
         )
+        self.placement = {"schema": 1, "operators": []}
 
     def reset(self):
         self.generations = queue.Queue()

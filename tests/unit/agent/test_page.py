@@ -23,7 +23,8 @@ class Tags(HTMLParser):
 
 TAGS = Tags()
 REPORTS = {
-    "v1/node/summary", "v1/node/topology", "v1/node/heatmap", "v1/node/heatmap.svg", "metrics",
+    "v1/node/summary", "v1/node/plan", "v1/node/topology", "v1/node/heatmap",
+    "v1/node/heatmap.svg", "metrics",
 }  # fmt: skip
 
 

@@ -71,6 +71,17 @@ def test_the_summary_before_and_after_a_model(served):
     assert full["sections"] == {"guard": {"state": "closed"}, "sync": None}
 
 
+def test_the_plan_before_and_after_a_model(served):
+    node, client = served
+    before = client.get("/v1/node/plan")
+    assert before.status_code == 503
+    assert before.json() == {"reasons": ["model loading: starting 0%"]}
+    node.loaded(ScriptEngine(), ("m",))
+    after = client.get("/v1/node/plan")
+    assert after.headers["cache-control"] == "no-store"
+    assert after.json() == {"model": "scripted", **node.engine.placement}
+
+
 def test_the_page_and_its_parts(served):
     _, client = served
     for path, kind in (
