@@ -91,6 +91,9 @@ class Outlet:
             self._transport.pause_reading()
 
     def _resume_reading(self) -> None:
+        """Read on, unless what was read before has to be worked off first."""
+        if self._buffer and len(self._buffer) > self._context.settings.limits.head_bytes:
+            return
         transport = self._transport
         if transport is not None and not transport.is_closing() and not transport.is_reading():
             transport.resume_reading()

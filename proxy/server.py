@@ -168,6 +168,7 @@ class Downstream(Outlet):
                 return
             if not done:
                 self.deadline_ns = context.clock.mono_ns() + context.body_idle_ns[self.door]
+                self._resume_reading()  # it may have been behind much that was pipelined
                 return
             if used < len(data):
                 self._buffer = data[used:]

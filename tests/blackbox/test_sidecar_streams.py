@@ -3,6 +3,7 @@
 import hmac
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -440,6 +441,52 @@ def test_pipelining_without_reading_is_held_back(sidecar, upstream):
         growth = sidecar.resident_bytes() - before
         assert len(upstream.seen) < count
         assert growth < 12 * MIB
+
+
+def test_pipelining_without_end_is_read_as_it_is_answered(tmp_path, upstream):
+    """Small requests by the hundred thousand: what waits for its turn waits in the kernel."""
+    many = get() * 2000
+    with (
+        Sidecar(tmp_path / "s", upstream.url) as sidecar,
+        sidecar.client(receive_buffer=4096) as client,
+    ):
+        sidecar.ask(post(CHAT))
+        before = sidecar.resident_bytes()
+        client.sock.setblocking(False)
+        end, sent = time.monotonic() + 3, 0
+        while time.monotonic() < end:
+            try:
+                sent += client.sock.send(many)
+            except BlockingIOError:
+                time.sleep(0.01)
+        assert sent < 16 * MIB
+        assert sidecar.resident_bytes() - before < 8 * MIB
+        assert len(upstream.seen) > 500  # none costs what the others behind it take
+
+
+def test_what_stands_behind_much_that_was_read_is_read_in_its_turn(sidecar, upstream):
+    count, large = 20, b"y" * 600_000
+    go = threading.Event()
+
+    def script(seen):
+        if b"/first" in seen.line:
+            assert go.wait(20)
+        seen.reply(OK)
+
+    upstream.answering(script)
+    with sidecar.client() as client:
+        client.send(get(b"/first"))
+        upstream.last()
+        parts = (get() * count, post(large), get() * count, get(b"/end"))
+        sender = threading.Thread(target=client.send, args=parts)
+        sender.start()
+        time.sleep(0.2)  # more than a head's limit has come, so reading stops
+        go.set()
+        for _ in range(2 * count + 3):
+            assert client.answer().status == 200
+        sender.join()
+    assert upstream.seen[count + 1].payload == large
+    assert upstream.seen[-1].line == b"GET /end HTTP/1.1"
 
 
 def test_client_that_never_reads_its_last_bytes_does_not_keep_its_connection(sidecar, upstream):
