@@ -5,14 +5,9 @@ import socket
 
 import pytest
 
-from tests.blackbox.harness import Client, Sidecar, Upstream, new_keys, ok, until
+from tests.blackbox.harness import Client, Sidecar, Upstream, ok, until
 
 SECRET = "upstream-credential"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

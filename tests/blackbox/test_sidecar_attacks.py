@@ -9,14 +9,12 @@ import time
 
 import pytest
 
-from tests.blackbox.channel import Channel, now_ms
+from tests.blackbox.channel import now_ms
 from tests.blackbox.harness import (
     OK,
     Client,
     Sidecar,
-    Upstream,
     get,
-    new_keys,
     ok,
     post,
     until,
@@ -24,17 +22,6 @@ from tests.blackbox.harness import (
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +35,6 @@ def sidecar(tmp_path_factory, backend, keys):
     }
     with Sidecar(folder, backend.url, keys=keys, **variables) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
 
 
 @pytest.mark.parametrize(

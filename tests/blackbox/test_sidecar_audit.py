@@ -15,10 +15,8 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     new_keys,
-    ok,
     post,
     tongguan,
     until,
@@ -32,27 +30,10 @@ WORDS = ["Pa", "r\u00efs \u2014 ", "\U0001f600", "\u5de7"]
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend, keys):
     folder = tmp_path_factory.mktemp("audit")
     with Sidecar(folder, backend.url, keys=keys, LOG_LEVEL="debug") as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def verify(folder, keys):

@@ -17,9 +17,7 @@ from tests.blackbox.harness import (
     OK,
     Client,
     Sidecar,
-    Upstream,
     get,
-    new_keys,
     ok,
     post,
     tongguan,
@@ -33,17 +31,6 @@ P0_ASKED = b"X-QoS-Class: P0"
 P0 = '[tenants.default]\nmax_class = "P0"\n'
 ALL = {"AUDIT_SYNC_P0": "request", "AUDIT_SYNC_P1": "request", "AUDIT_SYNC_P2": "request"}
 OPEN = "tongguan_proxy_audit_open_total"
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture

@@ -26,12 +26,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend):
     with Sidecar(
         tmp_path_factory.mktemp("early") / "s",
@@ -45,12 +39,6 @@ def sidecar(tmp_path_factory, backend):
         QOS_ON_UNKNOWN="reject",
     ) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 EARLY = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nbusy"

@@ -15,10 +15,8 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     new_keys,
-    ok,
     tongguan,
     until,
 )
@@ -39,12 +37,6 @@ runpy.run_module("proxy", run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     return new_keys(tmp_path_factory.mktemp("keys"), "--sign", "ed25519")
 
@@ -53,17 +45,6 @@ def keys(tmp_path_factory):
 def sidecar(tmp_path_factory, backend, keys):
     with Sidecar(tmp_path_factory.mktemp("rules"), backend.url, keys=keys) as sidecar:
         yield sidecar
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def ask(sidecar, data):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.blackbox.harness import Sidecar, Upstream, new_keys, ok, post
+from tests.blackbox.harness import Sidecar, post
 
 CHAT = b'{"model":"m"}'
 TOML = """
@@ -16,23 +16,6 @@ max_class = "P2"
 rate = 0.001
 burst = 1
 """
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 @pytest.fixture(scope="module")

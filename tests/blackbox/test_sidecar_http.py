@@ -13,10 +13,8 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     get,
-    new_keys,
     ok,
     post,
     until,
@@ -27,17 +25,6 @@ CONTINUE = b"HTTP/1.1 100 Continue"
 EXPECT = b"Expect: 100-continue"
 STREAMED = 64 << 10
 DISCARD_BYTES = 256 << 10
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +47,6 @@ def patient(tmp_path_factory, backend):
     """A sidecar that waits for its upstream longer than any test does."""
     with Sidecar(tmp_path_factory.mktemp("patient") / "s", backend.url) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def parted(data):

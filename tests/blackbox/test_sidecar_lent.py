@@ -10,10 +10,7 @@ from tests.blackbox.harness import (
     LAST_CHUNK,
     SSE_HEAD,
     Sidecar,
-    Upstream,
     chunk,
-    new_keys,
-    ok,
     post,
     until,
 )
@@ -35,17 +32,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def sidecars(tmp_path_factory, backend, keys):
     def made(lent):
         folder = tmp_path_factory.mktemp("lent")
@@ -60,12 +46,6 @@ def sidecars(tmp_path_factory, backend, keys):
 
     with made(4096) as lending, made(0) as own:
         yield lending, own
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def asked(sidecar):

@@ -16,7 +16,6 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     new_keys,
     ok,
@@ -32,17 +31,6 @@ FAILED, BAD_SETTINGS, CANNOT_USE = 1, 2, 3
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend, keys):
     folder = tmp_path_factory.mktemp("process")
     secret = folder / "upstream-secret"
@@ -50,12 +38,6 @@ def sidecar(tmp_path_factory, backend, keys):
     toml = f'[pools.shared]\nauthorization_file = "{secret}"\n'
     with Sidecar(folder / "s", backend.url, keys=keys, toml=toml) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def run(sidecar):

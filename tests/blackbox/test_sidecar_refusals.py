@@ -10,7 +10,6 @@ from tests.blackbox.harness import (
     LAST_CHUNK,
     OK,
     Sidecar,
-    Upstream,
     chunk,
     get,
     new_keys,
@@ -23,12 +22,6 @@ CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 HEAD_BYTES, BODY_BYTES = 8192, 2 << 20
 # A body that is large enough to be streamed through, not collected.
 STREAMED = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +48,6 @@ def sidecar(tmp_path_factory, backend):
         QOS_P2_QUEUE=0,
     ) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def framed(*fields, body=b"", version=b"HTTP/1.1"):

@@ -28,24 +28,12 @@ TRACE = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend):
     folder = tmp_path_factory.mktemp("relay")
     keys = new_keys(folder / "keys")
     toml = '[pools.best_effort]\nhost = "model.test"\nrepeatable = true\n'
     with Sidecar(folder / "sidecar", backend.url, keys=keys, toml=toml) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def theirs(answer):

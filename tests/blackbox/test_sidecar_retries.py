@@ -32,12 +32,6 @@ TICK_S = 0.1
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend):
     toml = "[pools.best_effort]\nrepeatable = true\nretry_percent = 100\n"
     with Sidecar(tmp_path_factory.mktemp("retries") / "s", backend.url, toml=toml) as sidecar:

@@ -17,7 +17,6 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     get,
     new_keys,
@@ -33,33 +32,11 @@ REFUSED = {(400, "envelope_rejected"), (400, "envelope_stale")}
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend, keys):
     with Sidecar(
         tmp_path_factory.mktemp("sealed"), backend.url, keys=keys, TIMEOUTS_STREAM_IDLE_S=0.5
     ) as sidecar:
         yield sidecar
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def ask(sidecar, data):

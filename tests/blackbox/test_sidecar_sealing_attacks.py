@@ -43,17 +43,6 @@ def engine(seen):
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def between(tmp_path_factory, backend, keys):
     folder = tmp_path_factory.mktemp("far")
     with Sidecar(folder, backend.url, keys=keys) as far, Bending(far.sealed) as between:

@@ -15,7 +15,7 @@ import pytest
 
 from proxy.sm4.envelope import MEDIA_TYPE
 from tests.blackbox.channel import BOTH, Channel
-from tests.blackbox.harness import LAST_CHUNK, SSE_HEAD, Client, Sidecar, Upstream, new_keys, until
+from tests.blackbox.harness import LAST_CHUNK, SSE_HEAD, Client, Sidecar, until
 
 COLLECT = 3000  # a larger body streams through
 SEEDS = range(8)
@@ -24,17 +24,6 @@ STREAM_END = b"data: [DONE]\n\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 # Of a record: what the bytes alone decide.
 OF_THE_BYTES = {"prompt_hash", "output_hash", "outcome", "status", "qos", "model"}
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module", params=["as shipped", "ids asked for"])

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from tests.blackbox.channel import Channel, now_ms
-from tests.blackbox.harness import Client, Sidecar, Upstream, get, new_keys, ok, until
+from tests.blackbox.channel import now_ms
+from tests.blackbox.harness import Client, Sidecar, get, new_keys, until
 from tests.blackbox.redis_server import RedisServer, needs_redis
 
 pytestmark = needs_redis
@@ -15,12 +15,6 @@ pytest.importorskip("redis", reason="capability: the redis package")
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a secret question"}]}'
 MANY = 64
 PASSWORD = "a-store-password"
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +58,6 @@ def replicas(tmp_path_factory, backend, keys, store):
         for sidecar in (one, two):
             until(lambda s=sidecar: ready(s), "ready")
         yield one, two
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def ask(sidecar, data):

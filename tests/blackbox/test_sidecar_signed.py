@@ -8,17 +8,11 @@ import pytest
 from proxy.client import Sm4Transport
 from proxy.sm4 import sm2
 from tests.blackbox.channel import Channel
-from tests.blackbox.harness import Client, Sidecar, Upstream, new_keys, ok, until
+from tests.blackbox.harness import Client, Sidecar, new_keys, until
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a secret question"}]}'
 LARGE = b'{"model":"tiny","padding":"' + b"x" * 300_000 + b'"}'
 MANY = 64
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module", params=["ed25519", "sm2"])
@@ -40,17 +34,6 @@ def sidecar(tmp_path_factory, backend, keys):
         ENVELOPE_SIGNATURE_QUEUE=MANY,
     ) as sidecar:
         yield sidecar
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def ask(sidecar, data):

@@ -11,25 +11,12 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
-    new_keys,
     ok,
 )
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a question"}]}'
 EVENTS = [b"data: %b\n\n" % json.dumps({"n": n}).encode() for n in range(5)]
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 def stream(seen):

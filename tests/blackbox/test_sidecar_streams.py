@@ -13,10 +13,8 @@ from tests.blackbox.harness import (
     OK,
     SSE_HEAD,
     Sidecar,
-    Upstream,
     chunk,
     get,
-    new_keys,
     ok,
     post,
     until,
@@ -30,17 +28,6 @@ STALL_S = IDLE_S = 0.5
 # Noticing is immediate; the rest is two busy cores.
 AT_ONCE_S = 0.25
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +45,6 @@ def sidecar(tmp_path_factory, backend, keys):
         LIMITS_DISCARD_BYTES=2 * MIB,
     ) as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 class Script:

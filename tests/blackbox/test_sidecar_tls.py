@@ -12,7 +12,7 @@ import time
 import pytest
 
 from proxy.config import Tls
-from tests.blackbox.channel import BOTH, Channel
+from tests.blackbox.channel import BOTH
 from tests.blackbox.harness import (
     LAST_CHUNK,
     SSE_HEAD,
@@ -20,7 +20,6 @@ from tests.blackbox.harness import (
     Sidecar,
     Upstream,
     chunk,
-    new_keys,
     ok,
     until,
 )
@@ -107,16 +106,6 @@ class Peer:
 def upstream():
     with Upstream() as upstream:
         yield upstream.answering(ok)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def channel(keys):
-    return Channel(keys / "client.json")
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,7 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
-    new_keys,
     ok,
     post,
     tongguan,
@@ -25,27 +23,10 @@ PROMPT_IDS, IDS = [1, 2, 3], [10, 11, 12, 2]
 
 
 @pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def sidecar(tmp_path_factory, backend, keys):
     folder = tmp_path_factory.mktemp("tokens")
     with Sidecar(folder, backend.url, keys=keys, POOLS_SHARED_TOKEN_IDS="true") as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def whole(asked):

@@ -12,9 +12,7 @@ from tests.blackbox.channel import Channel
 from tests.blackbox.harness import (
     OK,
     Sidecar,
-    Upstream,
     get,
-    new_keys,
     ok,
     post,
     until,
@@ -27,17 +25,6 @@ SWITCH = (
 )
 SHORT = {"TIMEOUTS_TUNNEL_IDLE_S": 1, "TIMEOUTS_CLIENT_STALL_S": 1, "TIMEOUTS_REQUEST_TOTAL_S": 0.2}
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module")

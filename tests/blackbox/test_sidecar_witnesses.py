@@ -11,17 +11,12 @@ import socket
 import pytest
 
 from tests.blackbox import tiny_model
-from tests.blackbox.harness import Sidecar, Upstream, new_keys, ok, post, tongguan, until
+from tests.blackbox.harness import Sidecar, Upstream, ok, post, tongguan, until
 from tests.blackbox.node import AgentProcess
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 TOKEN = "a-token-for-other-nodes"
 COSIGNED = "tongguan_proxy_audit_witness_cosigned_total"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

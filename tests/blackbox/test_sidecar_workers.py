@@ -14,10 +14,8 @@ from tests.blackbox.harness import (
     SSE_HEAD,
     Client,
     Sidecar,
-    Upstream,
     chunk,
     get,
-    new_keys,
     ok,
     post,
     tongguan,
@@ -26,23 +24,6 @@ from tests.blackbox.harness import (
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 WORKERS = 3
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return new_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def backend():
-    with Upstream() as backend:
-        yield backend
-
-
-@pytest.fixture
-def upstream(backend):
-    yield backend.answering(ok)
-    assert backend.problems == []
 
 
 def children(pid):
