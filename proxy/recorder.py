@@ -11,11 +11,9 @@ the chain refuses is logged, counted as a failure, and does not take the others 
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from proxy.audit.request import request_text
-from proxy.audit.setup import LOST, AuditError
 from proxy.exchange import PHASE_NAMES
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.004
 BATCH = 64
-
-log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -64,8 +60,7 @@ class Recorder:
             self._timer = None
         self._flushed_s = self._loop.time()
         waiting, self._waiting = self._waiting, []
-        append, tracer = self._audit.append_request, self._tracer
-        failed: list[AuditError] = []
+        texts, ids = [], []
         for exchange, outcome in waiting:
             exchange.complete()
             output_hash, output_len = exchange.output()
@@ -94,14 +89,11 @@ class Recorder:
                 tunnelled=exchange.tunnelled,
                 envelope=exchange.envelope,
             )
-            try:
-                ticket = append(text, exchange.token_ids)
-            except AuditError as problem:
-                failed.append(problem)
-                ticket = LOST
+            texts.append(text)
+            ids.append(exchange.token_ids)
+        tickets = self._audit.append_requests(texts, ids)
+        tracer = self._tracer
+        for number, (exchange, outcome) in enumerate(waiting):
             if tracer is not None:
-                tracer.closed(exchange, outcome, ticket)
+                tracer.closed(exchange, outcome, tickets[number])
             exchange.release()
-        if failed:
-            self._audit.stats.failures += len(failed)
-            log.error("audit records that could not be chained: %d: %s", len(failed), failed[-1])

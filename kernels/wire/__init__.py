@@ -6,9 +6,9 @@ twin, whose word it is. So a machine without a compiler loses speed and nothing 
 `chunks` and `bodies` then return the twins.
 
 Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-256 of short messages;
-`lines`, a record as it lies in the file; `requests`, a verifier's plain case; `trees`, many leaves
-of a Merkle tree at a time. And `pump`, the one thing here with a thread: the middle
-of event streams, without Python.
+`lines` and `runs`, records as they lie in the file; `requests`, a verifier's plain case; `trees`,
+many leaves of a Merkle tree at a time. And `pump`, the one thing here with a thread: the middle of
+event streams, without Python.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -46,6 +46,7 @@ _Events = TypeVar("_Events", bound="Callable[..., object]")
 _Valid = TypeVar("_Valid", bound="Callable[[bytes], bool]")
 _Head = TypeVar("_Head", bound="Callable[..., bytes]")
 _Line = TypeVar("_Line", bound="Callable[..., tuple[bytes, str]]")
+_Run = TypeVar("_Run", bound="Callable[..., list[bytes]]")
 
 
 class Grammar(NamedTuple):
@@ -181,6 +182,19 @@ def lines(line: _Line) -> _Line:
         return line
     assert _wire is not None
     quick: _Line = _wire.request_line
+    return quick
+
+
+def runs(run: _Run) -> _Run:
+    """Return request_lines(mac, prev, kind, origin, seq, rows) in place of the given twin.
+
+    As `lines`, for records that follow one another, at most 65,536: a row is a tuple (wall_ns,
+    mono_ns, head, model, middle, prompt, tail), and the lines are returned. It lets go of the GIL.
+    """
+    if not hasattr(_wire, "Mac"):
+        return run
+    assert _wire is not None
+    quick: _Run = _wire.request_lines
     return quick
 
 

@@ -135,6 +135,8 @@ static PyMethodDef module_methods[] = {
     {"request_line", (PyCFunction)(void (*)(void))wire_request_line, METH_FASTCALL,
      "request_line(mac, prev, kind, origin, seq, wall_ns, mono_ns,\n"
      "             head, model, middle, prompt, tail, /)\n--\n\nSee kernels.wire.lines."},
+    {"request_lines", (PyCFunction)(void (*)(void))wire_request_lines, METH_FASTCALL,
+     "request_lines(mac, prev, kind, origin, seq, rows, /)\n--\n\nSee kernels.wire.runs."},
     {"grow", (PyCFunction)(void (*)(void))wire_grow, METH_FASTCALL,
      "grow(begin, end, sizes, hashes, data, lines, /)\n--\n\nSee kernels.wire.trees."},
     {NULL, NULL, 0, NULL},

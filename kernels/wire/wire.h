@@ -138,6 +138,7 @@ PyObject *wire_answer_head(PyObject *module, PyObject *const *args, Py_ssize_t c
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);
 PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_request_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *wire_request_lines(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
 /* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or
  * not here as a whole. */

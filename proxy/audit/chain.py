@@ -23,7 +23,7 @@ from proxy.keys.memory import Secret
 from proxy.sm4.digest import Digest, new_digest
 
 if TYPE_CHECKING:
-    from proxy.audit.request import RequestText
+    from proxy.audit.request import RequestText, Row
 
 Alg = Literal["s256", "sm3"]
 ALGS: tuple[Alg, ...] = ("s256", "sm3")
@@ -182,6 +182,19 @@ def _request_line_pure(
 
 
 _request_line = wire.lines(_request_line_pure)
+
+
+def _request_lines_pure(
+    mac: Mac, prev: str, kind: str, origin: str, seq: int, rows: list[Row]
+) -> list[bytes]:
+    lines = []
+    for number, row in enumerate(rows):
+        line, prev = _request_line_pure(mac, prev, kind, origin, seq + number, *row)
+        lines.append(line)
+    return lines
+
+
+_request_lines = wire.runs(_request_lines_pure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +365,16 @@ class Chain:
         self.seq += 1
         self.prev = made
         return line
+
+    def request_lines(self, rows: list[Row]) -> list[bytes]:
+        """As `request_line` for each row (`RequestText.row`), at least one; all of them or none."""
+        make = _request_lines_pure if isinstance(self._mac, Hmac) else _request_lines
+        lines = make(self._mac, self.prev, self._kind, self._quoted_origin, self.seq, rows)
+        if max(map(len, lines)) > LINE_BYTES:
+            raise ValueError(f"a line holds {LINE_BYTES}")
+        self.seq += len(lines)
+        self.prev = lines[-1][-65:-1].decode()
+        return lines
 
     def _linked(self, data: bytes) -> bytes:
         if len(data) > LINE_BYTES - 66:

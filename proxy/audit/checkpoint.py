@@ -144,6 +144,7 @@ class Checkpointer:
         self._signers = tuple(signers)
         self._asked = [_Asked(witness) for witness in witnesses]
         self._ranges = [Range()]
+        self._expected: list[Range] = []
         self._carried = Carried()
 
     @property
@@ -151,14 +152,27 @@ class Checkpointer:
         """Records in the tree: all that are durable."""
         return self._ranges[-1].end
 
+    def expect(self, log: bytes) -> None:
+        """Make ready for a part's lines, which are written and not durable yet."""
+        ready = (self._expected or self._ranges)[-1].copy()
+        ready.extend_lines(log)
+        self._expected.append(ready)
+
     def add(self, parts: Sequence[Part], records: int) -> None:
-        """Take the first `records` records of a commit's parts: they are durable."""
+        """Take the first `records` records of a commit's parts: they are durable.
+
+        What was expected beyond them is forgotten.
+        """
+        expected, self._expected = self._expected, []
         done = 0
-        for part in parts:
+        for number, part in enumerate(parts):
             done += part.records
             if done > records:
                 return
-            self._ranges[-1].extend_lines(part.log)
+            if number < len(expected):
+                self._ranges[-1] = expected[number]
+            else:
+                self._ranges[-1].extend_lines(part.log)
 
     def sign(self) -> Signed:
         """Sign the tree as it is, and ask each witness to cosign that, unless it is still busy."""

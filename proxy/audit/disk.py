@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import time
 import zlib
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from proxy.audit.layout import ESCROW_NAME, LOCK_NAME, ids_name, segment_name, sync_dir
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -36,6 +38,9 @@ class SegmentFile:
     size: int = 0
     ids_size: int = 0
     crc32: int = 0
+    # With what is written and not durable yet.
+    written: int = 0
+    written_crc32: int = 0
 
     @property
     def name(self) -> str:
@@ -80,10 +85,17 @@ class _SyncFailed(Exception):  # noqa: N818 - carries a verdict between two meth
         self.error = error
 
 
+class Process:
+    """How many forks lie between the first process and this one. Cheaper to ask than its id."""
+
+    forks = 0
+
+
 _lock_fds: set[int] = set()
 
 
-def _drop_locks_in_child() -> None:
+def _in_child() -> None:
+    Process.forks += 1
     # A forked child shares our lock; were it to outlive us, the chain would look alive.
     for fd in _lock_fds:
         with contextlib.suppress(OSError):
@@ -91,7 +103,7 @@ def _drop_locks_in_child() -> None:
     _lock_fds.clear()
 
 
-os.register_at_fork(after_in_child=_drop_locks_in_child)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -104,32 +116,70 @@ def _write_synced(path: Path, data: bytes) -> None:
 class Disk:
     """Files of one chain."""
 
-    def __init__(self, chain: Path, escrow: str = "") -> None:
-        """`escrow` lies beside the chain before its first record does."""
+    def __init__(
+        self, chain: Path, escrow: str = "", written: Callable[[bytes], None] | None = None
+    ) -> None:
+        """`escrow` lies beside the chain before its first record does.
+
+        `written` is told of bytes of a log that are not durable yet, and may be so never.
+        """
         self._chain = chain
         self._escrow = escrow
+        self._tell_written = written
         self._lock_fd = -1
         self._open: SegmentFile | None = None
+        self._ahead: list[Part] = []
+        self._ahead_written = 0
+        self._ahead_error: OSError | None = None
         self._syncs = 0
 
+    def ahead(self, parts: list[Part]) -> None:
+        """Take parts before the commit that syncs them and answers for them too.
+
+        They are written where nothing stands against it.
+        """
+        before = len(self._ahead)
+        self._ahead += parts
+        if self._ahead_written != before or self._ahead_error is not None:
+            return
+        try:
+            for part in parts:
+                if part.ids or part.segment is not self._open:
+                    return
+                self._put(part)
+                self._ahead_written += 1
+        except OSError as problem:
+            self._ahead_error = problem
+
     def commit(self, parts: list[Part]) -> Committed:
-        """Write and sync parts in order; stops at the first that fails, never raises OSError."""
+        """Write and sync parts in order, those that were taken ahead first.
+
+        Stops at the first segment that fails; never raises OSError.
+        """
         begin = time.monotonic()
         self._syncs = records = size = 0
         error: OSError | None = None
         sealed: Sealed | None = None
+        parts, self._ahead = self._ahead + parts, []
+        written, self._ahead_written = self._ahead_written, 0
+        problem, self._ahead_error = self._ahead_error, None
         try:
+            if problem is not None:
+                raise problem
             self._create_chain()
-            for part in parts:
-                self._commit_part(part)
-                records += part.records
-                size += len(part.log)
+            for _, run in itertools.groupby(parts, lambda part: part.segment.first_seq):
+                of_one = list(run)
+                self._commit_segment(of_one, written)
+                written = max(0, written - len(of_one))
+                records += sum(part.records for part in of_one)
+                size += sum(len(part.log) for part in of_one)
         except _SyncFailed as problem:
             error = problem.error
             assert self._open is not None
             sealed = self._seal(self._open)
         except OSError as problem:
             error = problem
+            self._unwrite()
         return Committed(records, size, self._syncs, time.monotonic() - begin, error, sealed)
 
     def close(self) -> None:
@@ -164,33 +214,50 @@ class Disk:
         self._lock_fd = fd
         _lock_fds.add(fd)
 
-    def _commit_part(self, part: Part) -> None:
-        segment = part.segment
+    def _commit_segment(self, parts: list[Part], written: int) -> None:
+        """Make parts of one segment durable; the log of the first `written` is in the file."""
+        segment = parts[0].segment
         if self._open is not None and self._open is not segment:
             self._close_files(self._open)
         self._open = segment
         if segment.fd < 0:
             segment.fd = os.open(self._chain / segment.name, _CREATE, 0o600)
             sync_dir(self._chain)
-        if part.ids:
+        ids = b"".join([part.ids for part in parts])
+        if ids:
             if segment.ids_fd < 0:
                 path = self._chain / ids_name(segment.first_seq)
                 segment.ids_fd = os.open(path, _CREATE, 0o600)
                 sync_dir(self._chain)
-            self._write(segment.ids_fd, part.ids, segment.ids_size)
+            self._write(segment.ids_fd, ids, segment.ids_size)
             self._sync(segment.ids_fd)
         try:
-            self._write(segment.fd, part.log, segment.size)
+            for part in parts[written:]:
+                self._put(part)
         except OSError:
             # Entries that no durable record points to yet.
-            if part.ids:
+            if ids:
                 self._cut(segment.ids_fd, segment.ids_size)
             raise
         self._sync(segment.fd)
-        segment.size += len(part.log)
-        segment.ids_size += len(part.ids)
+        segment.size, segment.crc32 = segment.written, segment.written_crc32
+        segment.ids_size += len(ids)
+
+    def _unwrite(self) -> None:
+        """Let the file end where it is durable."""
+        segment = self._open
+        if segment is not None and segment.written != segment.size:
+            self._cut(segment.fd, segment.size)
+            segment.written, segment.written_crc32 = segment.size, segment.crc32
+
+    def _put(self, part: Part) -> None:
+        segment, log = part.segment, part.log
+        self._write(segment.fd, log, segment.written)
+        segment.written += len(log)
         # Against a disk that returns other bytes, not against people: those have MACs to get past.
-        segment.crc32 = zlib.crc32(part.log, segment.crc32)
+        segment.written_crc32 = zlib.crc32(log, segment.written_crc32)
+        if self._tell_written is not None:
+            self._tell_written(log)
 
     def _write(self, fd: int, data: bytes, offset: int) -> None:
         try:

@@ -7,65 +7,33 @@ fresh segment key is the operating system's. Bounds are the caller's: it asks fo
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.audit import ids as token_ids
+from proxy.audit import room
 from proxy.audit.chain import LINE_BYTES, Chain, Head
-from proxy.audit.disk import Part, Sealed, SegmentFile
+from proxy.audit.items import HELD_BYTES, Item, Segment, held_bytes, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.audit.ids import SegmentIds, TokenIds
+    from proxy.audit.disk import Part, Sealed
+    from proxy.audit.ids import TokenIds
     from proxy.audit.request import RequestText
 
 # Room for a checkpoint, and `segment_end` or `closed`, at the end of a segment.
 _END_ROOM = 4096
-# What a held record counts for until it has its line, and each of its token ids.
-_HELD_BYTES = 2048
-_ID_BYTES = 4
 NEVER = 1 << 62
+# As UTF-8, and with what the chain adds, they are far from the longest line.
+_FRESH_CHARACTERS = 8192
+_RUN = 64
+_RUN_MOST = 1024
 _NONE: dict[str, Any] = {}
 _SEGMENT_KINDS = ("segment_end", "segment_start")
 # They never begin a segment: a checkpoint states the seq that it is at.
 _STAYING_KINDS = ("checkpoint", *_SEGMENT_KINDS)
-
-
-@dataclass(slots=True)
-class _Item:
-    """A record that is not durable yet, with what it takes to chain it again."""
-
-    ticket: int
-    kind: str
-    members: dict[str, Any]
-    text: RequestText | None  # in place of members
-    ids: Sequence[int] | None
-    wall_ns: int
-    mono_ns: int
-    seq: int = 0
-    line: bytes = b""
-    entry: bytes = b""
-    segment: _Segment | None = None
-
-
-class _Segment:
-    """The writer's view of the segment it fills."""
-
-    __slots__ = ("file", "ids", "ids_digest", "ids_head", "ids_root", "ids_size", "records", "size")
-
-    def __init__(self, first_seq: int) -> None:
-        self.file = SegmentFile(first_seq)
-        self.records = 0
-        self.size = 0
-        self.ids: SegmentIds | None = None
-        self.ids_digest = hashlib.sha256()
-        self.ids_size = 0
-        self.ids_head = b""
-        self.ids_root = b""
 
 
 class Pending:
@@ -90,21 +58,29 @@ class Pending:
         self._auditor_public = auditor_public
         self._segment_bytes = segment_bytes
         self._roomy_bytes = segment_bytes - _END_ROOM - LINE_BYTES
-        self._segment = _Segment(0)
+        self._segment = Segment(0)
         self._before: tuple[str, dict[str, Any]] = "", {}
-        self._items: deque[_Item] = deque()
-        self._held: list[_Item] = []
+        self._items: deque[Item] = deque()
+        self._fresh: list[Item] = []  # requests that have their place, and no line yet
+        self._held: list[Item] = []
+        self._taken = 0  # of the items: handed over before the batch that they are of
+        self.refused = 0  # records that were given a ticket, and that no line holds
         self._hold_at = NEVER
         self._ended = False
         self._ticket = -1
 
     def __len__(self) -> int:
-        return len(self._items) + len(self._held)
+        return len(self._items) + len(self._fresh) + len(self._held)
+
+    def has_room_for(self, records: int) -> bool:
+        """Say whether so many may wait besides, where none had to be dropped of late (`room`)."""
+        count = len(self) + records
+        return count <= room.PENDING_RECORDS and self.bytes < room.PENDING_BYTES
 
     @property
     def next_seq(self) -> int:
         """The seq of the record that is chained next."""
-        return self._chain.seq
+        return self._chain.seq + len(self._fresh)
 
     @property
     def last_ticket(self) -> int:
@@ -123,26 +99,54 @@ class Pending:
         A ticket is the seq, but where chaining again moved earlier records: tickets only grow.
         Raises ValueError, with the chain where it was, for a record that no line holds.
         """
-        return self._add(_Item(0, kind, members, None, None, wall_ns, mono_ns))
+        return self._add(Item(0, kind, members, None, None, wall_ns, mono_ns))
 
     def add_request(
         self, text: RequestText, ids: Sequence[int] | None, wall_ns: int, mono_ns: int
     ) -> int:
         """As `add`, for a request's record."""
-        item = _Item(0, "request", _NONE, text, ids, wall_ns, mono_ns)
-        segment, chain = self._segment, self._chain
-        if ids is not None or chain.seq >= self._hold_at or segment.size >= self._roomy_bytes:
+        item = Item(0, "request", _NONE, text, ids, wall_ns, mono_ns)
+        fresh = self._fresh
+        item.seq = self._chain.seq + len(fresh)
+        full = self._segment.size >= self._roomy_bytes - LINE_BYTES * len(fresh)
+        held = self._held or item.seq >= self._hold_at
+        if full or held or ids is not None or text.characters() > _FRESH_CHARACTERS:
             return self._add(item)
-        # As nearly all: no ids, and room for the longest line there may be.
-        item.seq = chain.seq
-        line = item.line = chain.request_line(text, wall_ns, mono_ns)
-        item.segment = segment
-        segment.records += 1
-        segment.size += len(line)
-        self._items.append(item)
-        self.bytes += len(line)
+        # As nearly all: no ids, nothing long, and room for the longest line there may be.
+        fresh.append(item)
+        self.bytes += HELD_BYTES
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
+        if len(fresh) >= _RUN:
+            self._chain_fresh()
         return item.ticket
+
+    def add_requests(
+        self,
+        texts: list[RequestText],
+        ids: list[Sequence[int] | None],
+        wall_ns: int,
+        mono_ns: int,
+    ) -> list[int]:
+        """As `add_request` for each; one that no line holds is refused: counted, its ticket -1."""
+        tickets = []
+        for number, text in enumerate(texts):
+            try:
+                tickets.append(self.add_request(text, ids[number], wall_ns, mono_ns))
+            except ValueError:
+                self.refused += 1
+                tickets.append(-1)
+        return tickets
+
+    def _chain_fresh(self) -> None:
+        """Give each fresh record its line, in one go.
+
+        Most of the time that takes goes by without the GIL, so the thread at the disk is not kept
+        waiting by a loop that is busy.
+        """
+        fresh, self._fresh = self._fresh, []
+        if fresh and not self._place_run(fresh):
+            for item in fresh:
+                self._place_held(item)
 
     def rotate(
         self, wall_ns: int, mono_ns: int, seed: tuple[str, bytes] | None = None
@@ -151,9 +155,10 @@ class Pending:
 
         None: there is no next key.
         """
+        self._chain_fresh()
         if not self._chain.prepare(seed):
             return None
-        return self._add(_Item(0, "rotate", _NONE, None, None, wall_ns, mono_ns))
+        return self._add(Item(0, "rotate", _NONE, None, None, wall_ns, mono_ns))
 
     def end(self) -> None:
         """Erase the keys: nothing is chained any more."""
@@ -164,10 +169,11 @@ class Pending:
         """The key that the next record is written under."""
         return self._chain.key_id
 
-    def _add(self, item: _Item) -> int:
-        if self._chain.seq >= self._hold_at:
+    def _add(self, item: Item) -> int:
+        self._chain_fresh()
+        if self._held or self._chain.seq >= self._hold_at:
             self._held.append(item)
-            self.bytes += _held_bytes(item)
+            self.bytes += held_bytes(item)
         else:
             self._place(item)
         self._ticket = item.ticket = max(item.seq, self._ticket + 1)
@@ -179,36 +185,79 @@ class Pending:
         Held records wait in order, with their times. A checkpoint is of the records before it, all
         durable: while they are synced, what comes is held, and is chained behind it.
         """
+        self._chain_fresh()
         self._hold_at = self._chain.seq if at is None else at
 
-    def release(
-        self, hold_at: int, checkpoint: dict[str, Any] | None, wall_ns: int, mono_ns: int
-    ) -> int:
-        """Chain the checkpoint, if there is one, then what was held; hold again from `hold_at`.
+    def place_checkpoint(self, checkpoint: dict[str, Any], wall_ns: int, mono_ns: int) -> None:
+        """Chain the checkpoint, before what is held."""
+        self._chain_fresh()
+        if self._held:
+            # Times only grow in a chain.
+            wall_ns, mono_ns = self._held[0].wall_ns, self._held[0].mono_ns
+        self._place(Item(-1, "checkpoint", checkpoint, None, None, wall_ns, mono_ns))
 
-        Returns how many held records no line holds; they are dropped.
+    @property
+    def can_release(self) -> bool:
+        """Whether `release` has something to chain that it did not."""
+        return bool(self._held) and self._chain.seq < self._hold_at
+
+    def release(self, hold_at: int, most: int = NEVER) -> None:
+        """Chain what was held, `most` records of it; hold again from `hold_at`.
+
+        What is held still stays before what comes.
         """
+        self._chain_fresh()
         held, self._held = self._held, []
-        refused = 0
-        if checkpoint is not None:
-            if held:
-                wall_ns, mono_ns = held[0].wall_ns, held[0].mono_ns  # times only grow in a chain
-            self._place(_Item(-1, "checkpoint", checkpoint, None, None, wall_ns, mono_ns))
         self._hold_at = hold_at
-        for number, item in enumerate(held):
-            if self._chain.seq >= hold_at:
-                self._held = held[number:]
+        at = 0
+        end = min(most, len(held))
+        while at < end and self._chain.seq < hold_at:
+            run = self._place_run(held[at : min(end, at + hold_at - self._chain.seq)])
+            if run == 0:
+                self._place_held(held[at])
+                run = 1
+            at += run
+        self._held = held[at:]
+
+    def _place_held(self, item: Item) -> None:
+        self.bytes -= held_bytes(item)
+        try:
+            self._place(item)
+        except ValueError:
+            self.refused += 1
+
+    def _place_run(self, items: list[Item]) -> int:
+        """Chain the first of these in one go; returns how many, 0: the first is for `_place`.
+
+        For those as nearly all are, requests without ids, and where there is room for as many of
+        the longest lines that there may be.
+        """
+        segment = self._segment
+        most = min(_RUN_MOST, (self._roomy_bytes - segment.size) // LINE_BYTES)
+        rows = []
+        for item in items[: max(most, 0)]:
+            if item.text is None or item.ids is not None:
                 break
-            self.bytes -= _held_bytes(item)
-            try:
-                self._place(item)
-            except ValueError:
-                refused += 1
-        return refused
+            rows.append(item.text.row(item.wall_ns, item.mono_ns))
+        if not rows:
+            return 0
+        seq = self._chain.seq
+        try:
+            lines = self._chain.request_lines(rows)
+        except ValueError:
+            return 0
+        for number, line in enumerate(lines):
+            item = items[number]
+            self.bytes -= HELD_BYTES
+            item.seq = seq + number
+            item.line = line
+            self._keep(item)
+        return len(lines)
 
     def settle(self, records: int) -> None:
         """Forget the first `records`: they are durable, and so the keys before theirs are gone."""
         item = None
+        self._taken = 0
         turn = self.durable.turn
         for _ in range(records):
             item = self._items.popleft()
@@ -220,30 +269,25 @@ class Pending:
             self._chain.forget_before(turn)
 
     def take(self) -> list[Part]:
-        """Hand all items over: one part a segment."""
-        parts: list[Part] = []
-        run: list[_Item] = []
-        for item in self._items:
-            if run and run[-1].segment is not item.segment:
-                parts.append(_part(run))
-                run = []
-            run.append(item)
-        if run:
-            parts.append(_part(run))
-        return parts
+        """Hand all items over that have not been, up to `settle`: one part a segment."""
+        self._chain_fresh()
+        items = list(self._items)[self._taken :]
+        self._taken = len(self._items)
+        return parts_of(items)
 
     def chain_again(self, sealed: Sealed) -> None:
         """Chain what is not durable into a new segment, behind the durable head.
 
         A checkpoint states its place, which is another now: it is left out.
         """
+        self._chain_fresh()
         old = [item for item in self._items if item.kind not in _STAYING_KINDS]
         first = old[0] if old else self._items[0]
         self._items.clear()
-        self.bytes = sum(_held_bytes(item) for item in self._held)
+        self.bytes = sum(held_bytes(item) for item in self._held)
         self._chain.back_to(self.durable)
         if self.durable.seq == 0:
-            self._segment = _Segment(0)  # not even genesis: nothing to follow
+            self._segment = Segment(0)  # not even genesis: nothing to follow
         elif sealed.size == 0:
             # The segment had nothing durable: its successor takes its name and its predecessor.
             self._begin_segment(*self._before, first)
@@ -253,7 +297,7 @@ class Pending:
         for item in old:
             self._place(item)
 
-    def _place(self, item: _Item) -> None:
+    def _place(self, item: Item) -> None:
         """Chain an item into the current segment, or into a new one if that is full."""
         chain = self._chain
         before = chain.head
@@ -268,7 +312,7 @@ class Pending:
             self._link(item)
         self._keep(item)
 
-    def _link(self, item: _Item) -> None:
+    def _link(self, item: Item) -> None:
         members, entry, text = item.members, b"", item.text
         if text is not None:
             if item.ids is not None:
@@ -288,7 +332,7 @@ class Pending:
         item.line = self._chain.line(item.kind, members, item.wall_ns, item.mono_ns)
         item.entry = entry
 
-    def _keep(self, item: _Item) -> None:
+    def _keep(self, item: Item) -> None:
         segment = item.segment = self._segment
         segment.records += 1
         segment.size += len(item.line)
@@ -324,7 +368,7 @@ class Pending:
         """Return what a segment's ids key comes from, b"" where that is drawn at random."""
         return b"" if self._mode == "sealed" else self._chain.ids_root
 
-    def _open_ids(self, segment: _Segment) -> None:
+    def _open_ids(self, segment: Segment) -> None:
         first, root = segment.file.first_seq, self._ids_root()
         if self._mode == "sealed":
             assert self._auditor_public is not None
@@ -337,30 +381,15 @@ class Pending:
         segment.ids_root = root
         segment.ids = token_ids.SegmentIds(key)
 
-    def _roll(self, item: _Item) -> None:
+    def _roll(self, item: Item) -> None:
         """End the segment and begin the next, at the time of the item that did not fit."""
         self._place_new("segment_end", {}, item)
         self._begin_segment(self._segment.file.name, {}, item)
 
-    def _begin_segment(self, prev_file: str, more: dict[str, Any], item: _Item) -> None:
+    def _begin_segment(self, prev_file: str, more: dict[str, Any], item: Item) -> None:
         self._before = prev_file, more
-        self._segment = _Segment(self._chain.seq)
+        self._segment = Segment(self._chain.seq)
         self._place_new("segment_start", {"prev_file": prev_file, **more}, item)
 
-    def _place_new(self, kind: str, members: dict[str, Any], item: _Item) -> None:
-        self._place(_Item(-1, kind, members, None, None, item.wall_ns, item.mono_ns))
-
-
-def _held_bytes(item: _Item) -> int:
-    return _HELD_BYTES + (_ID_BYTES * len(item.ids) if item.ids is not None else 0)
-
-
-def _part(run: list[_Item]) -> Part:
-    segment = run[0].segment
-    assert segment is not None
-    return Part(
-        segment.file,
-        b"".join([item.line for item in run]),
-        b"".join([item.entry for item in run]),
-        len(run),
-    )
+    def _place_new(self, kind: str, members: dict[str, Any], item: Item) -> None:
+        self._place(Item(-1, kind, members, None, None, item.wall_ns, item.mono_ns))

@@ -18,6 +18,8 @@ from proxy.audit.record import OUTCOMES, PHASES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+Row = tuple[int, int, str, str, str, str, str]
+
 _QUOTED_MAX = 1024
 _quoted_before: dict[str, str] = {}
 
@@ -40,6 +42,15 @@ class RequestText:
         self.middle = middle
         self.prompt = prompt
         self.tail = tail
+
+    def characters(self) -> int:
+        """Return how many characters the pieces have, together."""
+        pieces = len(self.head) + len(self.model) + len(self.middle)
+        return pieces + len(self.prompt) + len(self.tail)
+
+    def row(self, wall_ns: int, mono_ns: int) -> Row:
+        """Return the pieces with the record's times, as `chain.Chain.request_lines` takes them."""
+        return wall_ns, mono_ns, self.head, self.model, self.middle, self.prompt, self.tail
 
     def with_ids(
         self,

@@ -7,10 +7,7 @@ lost, until half of it is free again: then one `lost` record says how many, sinc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sized
+from typing import Any
 
 PENDING_RECORDS = 8192
 PENDING_BYTES = 16 << 20
@@ -50,20 +47,21 @@ class Losses:
 class Room:
     """See the module. `losing`: what comes now is lost."""
 
-    __slots__ = ("_losses", "_reason", "losing")
+    __slots__ = ("_losses", "_reason", "calm", "losing")
 
     def __init__(self) -> None:
         self.losing = False
+        self.calm = True  # not losing, and nothing to tell
         self._losses = Losses()
         self._reason = ""
 
-    def has(self, pending: Sized, size: int) -> bool:
-        """Say whether another record may wait behind those that do, of `size` bytes together."""
-        count = len(pending)
+    def has(self, count: int, size: int) -> bool:
+        """Say whether another record may wait behind `count`, of `size` bytes together."""
         if self.losing:
             self.losing = count > PENDING_RECORDS // 2 or size > PENDING_BYTES // 2
         else:
             self.losing = count >= PENDING_RECORDS or size >= PENDING_BYTES
+        self.calm = not self.losing and not self._losses.count
         return not self.losing
 
     @property
@@ -73,6 +71,7 @@ class Room:
 
     def lose(self, outcome: str, now_ns: int) -> None:
         """Count a record for which there is no room."""
+        self.calm = False
         self._losses.add(outcome, now_ns)
         self.blame("queue_full")
 

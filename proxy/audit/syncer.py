@@ -36,16 +36,18 @@ class Syncer:
         done: Callable[[Committed, Signed | None], None],
         escrow: str = "",
     ) -> None:
-        self._disk = Disk(chain_dir, escrow)
+        self._disk = Disk(chain_dir, escrow, None if tree is None else tree.expect)
+        self._ahead: list[Part] = []
         self._tree = tree
         self._loop = loop
         self._done = done
-        self._jobs: queue.SimpleQueue[tuple[list[Part], bool] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[Part], bool | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="audit-sync", daemon=True)
 
     def commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
         """Write, sync, and sign what is durable then."""
         committed = self._disk.commit(parts)
+        parts, self._ahead = self._ahead + parts, []
         if self._tree is None:
             return committed, None
         self._tree.add(parts, committed.records)
@@ -63,6 +65,10 @@ class Syncer:
         """Have a batch committed; `done` is told on the loop."""
         self._jobs.put((parts, sign))
 
+    def put_ahead(self, parts: list[Part]) -> None:
+        """Have parts written before the batch that is put next, which answers for them too."""
+        self._jobs.put((parts, None))
+
     def end(self) -> None:
         """End behind what was put: close the files, show the witness the whole log."""
         self._jobs.put(None)
@@ -74,6 +80,10 @@ class Syncer:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             parts, sign = job
+            if sign is None:
+                self._ahead += parts
+                self._disk.ahead(parts)
+                continue
             committed, signed = self.commit(parts, sign=sign)
             del parts, job
             with contextlib.suppress(RuntimeError):  # the loop is gone

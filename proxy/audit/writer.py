@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -26,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Self
 from proxy.audit.canonical import fit
 from proxy.audit.chain import Chain
 from proxy.audit.checkpoint import Checkpointer
+from proxy.audit.disk import Process
+from proxy.audit.due import Due
 from proxy.audit.layout import chain_name
 from proxy.audit.note import NoteError
-from proxy.audit.pending import NEVER, Pending
+from proxy.audit.pending import Pending
 from proxy.audit.record import REQUIRED
 from proxy.audit.room import Room
 from proxy.audit.rotation import Rotation
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from proxy.audit.request import RequestText
     from proxy.clock import Clock
 
+log = logging.getLogger(__name__)
+
 RETRY_S = 0.5
 CLOSE_S = 5.0
 
@@ -60,9 +65,8 @@ CLOSE_S = 5.0
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # Kinds with a call of their own.
 _OWN_CALLS = ("request", "rotate")
-# Records that may wait behind a checkpoint's worth of them before it is signed: the verifier takes
-# up to `checkpoint_records` + 256 unsigned ones at a chain's end.
-_UNSIGNED_SLACK = 192
+# Behind a checkpoint what was held is written so much at a time, while more is chained.
+_AHEAD_RECORDS = 128
 
 
 class AuditWriter:
@@ -83,11 +87,11 @@ class AuditWriter:
         self._clock = clock
         self._loop = loop
         self._gauges = gauges
-        self._pid = os.getpid()
-        self._tree: Checkpointer | None = None
+        self._forks = Process.forks
+        tree = None
         if config.signers:
-            self._tree = Checkpointer(config.origin, config.signers, config.witnesses)
-        self._syncer = Syncer(chain_dir, self._tree, loop, self._done, config.escrow)
+            tree = Checkpointer(config.origin, config.signers, config.witnesses)
+        self._syncer = Syncer(chain_dir, tree, loop, self._done, config.escrow)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
             origin=config.origin,
@@ -96,10 +100,8 @@ class AuditWriter:
             segment_bytes=config.segment_bytes,
         )
         self._syncing = False
-        self._due = False  # a checkpoint, at the next flush
-        self._signing = False
-        self._checkpoint_seq = -1
-        self._checkpoint_timer: asyncio.TimerHandle | None = None
+        records, seconds = config.checkpoint_records, config.checkpoint_s
+        self._due = Due(loop, records, seconds, self._schedule, signed=tree is not None)
         self._waiters = Waiters(loop)
         self.on_durable: Callable[[int], None] = lambda _ticket: None  # told the last durable one
         self._next_seed: tuple[str, bytes] | None = None
@@ -143,8 +145,8 @@ class AuditWriter:
                 committed.error
             )
         self._syncer.start()
-        self._pending.hold(self._unsigned_end())
-        self._await_checkpoint()
+        self._pending.hold(self._due.end())
+        self._due.watch()
         self._done(committed, None)
         self._beat()
         return self
@@ -166,9 +168,8 @@ class AuditWriter:
         """
         if self._closing:
             return
-        for witness in self._config.witnesses:
-            if alarm := witness.alarm():
-                self.append("alarm", {"what": alarm})
+        for alarm in filter(None, [witness.alarm() for witness in self._config.witnesses]):
+            self.append("alarm", {"what": alarm})
         due = self._rotation.due(self._pending.next_seq, self._clock.mono_ns())
         if due or self._next_seed is not None:
             self.rotate()
@@ -185,8 +186,8 @@ class AuditWriter:
         here on. Raises `AuditError` for a missing member, an unknown kind, one with a call of its
         own (`append_request`, `rotate`), a record that no line holds, or in a forked child.
         """
-        required = REQUIRED.get(kind)
-        if required is None or kind in _OWN_CALLS or not required <= members.keys():
+        required = REQUIRED.get(kind) if kind not in _OWN_CALLS else None
+        if required is None or not required <= members.keys():
             raise AuditError(f"a record of kind {kind!r} lacks what it must hold")
         if not self._takes(str(members.get("outcome", "none"))):
             return LOST
@@ -206,6 +207,37 @@ class AuditWriter:
         self._last_ns = mono_ns
         self._appended()
         return ticket
+
+    def append_requests(
+        self, texts: list[RequestText], ids: list[Sequence[int] | None]
+    ) -> list[int]:
+        """As `append_request` for each, all at one time; costs half as much.
+
+        One that no line holds is counted as a failure, logged, and `LOST`.
+        """
+        calm = self._room.calm and not self._closing and Process.forks == self._forks
+        if calm and self._pending.has_room_for(len(texts)):
+            wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
+            tickets = self._pending.add_requests(texts, ids, wall_ns, mono_ns)
+            self._last_ns = mono_ns
+            self._appended()
+            self._count_refused()
+            return tickets
+        tickets = []
+        for text, its_ids in zip(texts, ids, strict=True):
+            try:
+                tickets.append(self.append_request(text, its_ids))
+            except AuditError:
+                self._pending.refused += 1
+                tickets.append(LOST)
+        self._count_refused()
+        return tickets
+
+    def _count_refused(self) -> None:
+        refused, self._pending.refused = self._pending.refused, 0
+        if refused:
+            log.error("audit records that could not be chained: %d", refused)
+            self.stats.failures += refused
 
     def rotate(self) -> int:
         """Go on to the next key; returns the seq of the `rotate` record.
@@ -245,7 +277,7 @@ class AuditWriter:
 
     def _takes(self, outcome: str) -> bool:
         """Say whether there is room for a record; one that finds none is counted as lost."""
-        if os.getpid() != self._pid:
+        if Process.forks != self._forks:
             raise AuditError("this chain belongs to the parent process; start one of your own")
         if self._closing or not self._has_room():
             self.stats.lost += 1
@@ -256,8 +288,8 @@ class AuditWriter:
         return True
 
     def _appended(self) -> None:
-        self.stats.pending = len(self._pending)
-        if self._timer is None or len(self._pending) >= self._config.flush_records:
+        self.stats.pending = count = len(self._pending)
+        if not self._syncing and (self._timer is None or count >= self._config.flush_records):
             self._schedule()
 
     async def durable(self, seq: int) -> None:
@@ -286,7 +318,7 @@ class AuditWriter:
             self._heartbeat.cancel()
         in_flight, started = self._gauges()
         self._add("closed", {"in_flight": in_flight, "started_total": started})
-        self._due = self._tree is not None
+        self._due.ask()
         self._drained = self._loop.create_future()
         self._flush()
         try:
@@ -297,18 +329,16 @@ class AuditWriter:
                 f"{len(self._pending)} audit records could not be written before the end"
             ) from None
         finally:
-            for timer in (self._timer, self._checkpoint_timer):
-                if timer is not None:
-                    timer.cancel()
-            self._timer = self._checkpoint_timer = None
+            self._due.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             self._syncer.end()
             await self._loop.run_in_executor(None, self._syncer.join, CLOSE_S)
             self._pending.end()
 
-    # Order: the loop's side.
-
     def _has_room(self) -> bool:
-        return self._room.has(self._pending, self._pending.bytes)
+        return self._room.has(len(self._pending), self._pending.bytes)
 
     def _add(self, kind: str, members: dict[str, Any]) -> int:
         wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
@@ -325,7 +355,7 @@ class AuditWriter:
     def _schedule(self) -> None:
         if self._syncing or not self._available:
             return  # what comes back from the disk starts the next flush
-        if self._due or len(self._pending) >= self._config.flush_records:
+        if self._due.now or len(self._pending) >= self._config.flush_records:
             self._flush()
         elif self._timer is None and self._pending:
             # A record that comes alone shares its sync with none: it need not wait for others.
@@ -339,55 +369,38 @@ class AuditWriter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._syncing or not (self._pending or self._due):
+        if self._syncing or not (self._pending or self._due.now):
             return
         if self._rotation.due(self._pending.next_seq, self._last_ns):
             self._rotate()
-        unsigned = self._pending.next_seq - self._checkpoint_seq - 1
-        sign = self._tree is not None and (self._due or unsigned >= self._config.checkpoint_records)
+        sign = self._due.begins(self._pending.next_seq)
         self._syncing = True
         self._flushed_s = self._loop.time()
         if sign:
-            self._due, self._signing = False, True
             self._pending.hold()
-        elif unsigned:
-            self._await_checkpoint()
         self._syncer.put(self._pending.take(), sign=sign)
-
-    def _await_checkpoint(self) -> None:
-        if self._tree is not None and self._checkpoint_timer is None:
-            seconds = self._config.checkpoint_s
-            self._checkpoint_timer = self._loop.call_later(seconds, self._checkpoint_due)
-
-    def _checkpoint_due(self) -> None:
-        self._checkpoint_timer = None
-        self._due = True
-        self._schedule()
 
     def _place_checkpoint(self, signed: Signed | None) -> None:
         """Chain the checkpoint that was asked for, then what was held behind it."""
-        self._signing = False
-        members = None
+        self._due.under_way = False
         if signed is None:
-            self._due = True
+            self._due.ask()
         else:
             assert signed.size == self._pending.next_seq
             members = fit(signed.members(*self._gauges()))
-            self._checkpoint_seq = self.stats.checkpoint_seq = signed.size
+            self._due.placed(signed.size)
+            self.stats.checkpoint_seq = signed.size
             self.stats.checkpoints += 1
             self._last_ns = self._clock.mono_ns()
-            if self._checkpoint_timer is not None:
-                self._checkpoint_timer.cancel()
-                self._checkpoint_timer = None
-        wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
-        refused = self._pending.release(self._unsigned_end(), members, wall_ns, mono_ns)
-        self.stats.failures += refused
-
-    def _unsigned_end(self) -> int:
-        """Return the first seq that must wait for a checkpoint."""
-        if self._tree is None:
-            return NEVER
-        return self._checkpoint_seq + 1 + self._config.checkpoint_records + _UNSIGNED_SLACK
+            self._pending.place_checkpoint(members, self._clock.wall_ns(), self._last_ns)
+        # The disk begins on the first of what was held while the rest is chained.
+        pending, end = self._pending, self._due.end()
+        pending.release(end, _AHEAD_RECORDS)
+        while self._available and pending.can_release:
+            self._syncer.put_ahead(pending.take())
+            pending.release(end, _AHEAD_RECORDS)
+        pending.release(end)
+        self._count_refused()
 
     def _done(self, committed: Committed, signed: Signed | None) -> None:
         """Take the result of a commit: move the durable head, then go on, retry or seal."""
@@ -406,8 +419,8 @@ class AuditWriter:
             if committed.sealed is not None:
                 self._pending.chain_again(committed.sealed)
                 # A checkpoint that was not durable is left out; the next stands right behind.
-                self._due = self._tree is not None
-        if self._signing:
+                self._due.ask()
+        if self._due.under_way:
             self._place_checkpoint(signed)
         stats.pending = len(self._pending)
         self._waiters.wake(self._pending.durable_ticket, failed=not self._available)
@@ -420,7 +433,7 @@ class AuditWriter:
             self._add("lost", self._room.tell())
         if self._drained is None:
             self._schedule()
-        elif self._pending or self._due:
+        elif self._pending or self._due.now:
             self._flush()
         elif not self._drained.done():
             self._drained.set_result(None)
@@ -432,7 +445,6 @@ class AuditWriter:
         if quiet >= every and not self._closing:
             if self._has_room():
                 in_flight, started = self._gauges()
-                load: dict[str, Any] = {"in_flight": in_flight, "started_total": started}
-                self.append("heartbeat", load)
+                self.append("heartbeat", {"in_flight": in_flight, "started_total": started})
             quiet = 0.0
         self._heartbeat = self._loop.call_later(max(0.01, every - quiet), self._beat)

@@ -469,6 +469,36 @@ def test_a_key_that_is_none_is_refused(key):
         wire._wire.Mac(key)
 
 
+ROW = (1, 2, "", "", "", "", "")
+
+
+@no_mac
+@pytest.mark.parametrize(
+    ("prev", "seq", "rows"),
+    [
+        ("0" * 64, 0, (ROW,)),
+        ("0" * 64, 0, [ROW[:-1]]),
+        ("0" * 64, 0, [list(ROW)]),
+        ("0" * 64, 0, [ROW, (-1, *ROW[1:])]),
+        ("0" * 64, 0, [ROW, (1 << 64, *ROW[1:])]),
+        ("0" * 64, 0, [(*ROW[:-1], b"")]),
+        ("0" * 64, 0, [(*ROW[:-1], "\ud800")]),
+        ("0" * 64, -1, [ROW]),
+        ("0" * 63, 0, [ROW]),
+        ("g" * 64, 0, [ROW]),
+        ("0" * 64, 0, [ROW] * 65_537),
+    ],
+)
+def test_rows_that_are_none_are_refused(prev, seq, rows):
+    mac = wire._wire.Mac(b"k")
+    assert len(wire._wire.request_lines(mac, "0" * 64, "", "", 0, [ROW] * 2)) == 2
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        wire._wire.request_lines(mac, prev, "", "", seq, rows)
+    with pytest.raises(TypeError):
+        wire._wire.request_lines(object(), "0" * 64, "", "", 0, [ROW])
+
+
 def test_without_the_extension_the_twins_are_given_back(monkeypatch):
     monkeypatch.setattr(wire, "_wire", None)
     assert wire.macs(min, max) == (min, max)
+    assert (wire.lines(min), wire.runs(max)) == (min, max)

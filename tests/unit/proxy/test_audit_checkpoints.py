@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 
@@ -128,7 +129,7 @@ def test_a_quiet_chain_is_signed_once_after_the_interval(tmp_path):
     async def scene():
         writer = start(tmp_path, checkpoint_s=1)
         await until(lambda: writer.stats.checkpoints == 1 and not writer._pending)
-        assert writer._checkpoint_timer is None  # nothing is left to sign
+        assert writer._due.timer is None  # nothing is left to sign
         writer.append_request(request(1))
         await until(lambda: writer.stats.checkpoints == 2)
         await writer.close()
@@ -182,7 +183,7 @@ def test_without_a_signer_there_are_no_checkpoints(tmp_path):
     async def scene():
         writer = start(tmp_path, signers=(), checkpoint_s=1)
         await many(writer, 50)
-        assert writer._checkpoint_timer is None
+        assert writer._due.timer is None
         await writer.close()
         return writer.dir
 
@@ -201,6 +202,44 @@ def test_many_segments_share_one_tree(tmp_path):
     chain = run(scene)
     assert len(segments(chain)) > 8
     assert all(path.stat().st_size <= 16384 for _, path in segments(chain))
+    ok(tmp_path)
+
+
+@pytest.mark.parametrize("fail_at", range(1, 12, 2))
+@pytest.mark.parametrize("short", [False, True])
+def test_what_is_written_ahead_of_its_batch_is_written_again_where_that_fails(
+    tmp_path, monkeypatch, fail_at, short
+):
+    """Behind a checkpoint what was held is written some at a time, and synced once."""
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.01)
+    real, calls = os.pwrite, []
+
+    def failing(fd, data, offset):
+        calls.append(len(data))
+        if len(calls) != 3 + fail_at:  # behind genesis and the first records
+            return real(fd, data, offset)
+        if short:
+            return real(fd, data[: len(data) // 2], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", failing)
+
+    async def scene():
+        writer = start(tmp_path, checkpoint_records=800)
+        for number in range(0, 6000, 500):
+            texts = [request(n % 10_000) for n in range(number, number + 500)]
+            tickets = writer.append_requests(texts, [None] * 500)
+            with contextlib.suppress(AuditUnavailableError):  # it is tried again
+                await writer.durable(tickets[-1 if number % 1500 == 0 else 0])
+        await until(lambda: writer.available and not writer.stats.pending)
+        await writer.close()
+        return writer
+
+    writer = run(scene)
+    requests = [r["trace_id"] for r in records(writer.dir) if r["kind"] == "request"]
+    assert requests == [facts(n)["trace_id"] for n in range(6000)]
+    assert writer.stats.failures == 1
+    assert len(calls) > writer.stats.syncs  # some were written ahead
     ok(tmp_path)
 
 

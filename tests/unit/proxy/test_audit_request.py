@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.audit.canonical import INT_LIMIT, decode, fit
-from proxy.audit.chain import Chain
+from proxy.audit.chain import ALGS, LINE_BYTES, Chain
 from proxy.audit.record import OUTCOMES, PHASES, problem_with
 from proxy.audit.request import request_text
 from tests.unit.proxy.audit_chains import SEED, START_MS, request_members
@@ -97,3 +97,26 @@ def test_what_is_not_of_the_lists_is_our_own_bug(wrong):
     }  # fmt: skip
     with pytest.raises(AssertionError):
         request_text(**facts)
+
+
+@given(st.lists(st.tuples(FACTS, COUNTS, COUNTS), min_size=1, max_size=5), st.sampled_from(ALGS))
+def test_many_lines_in_one_go_are_those_made_one_by_one(given_facts, alg):
+    rows = [(request_text(**facts), wall, mono) for facts, wall, mono in given_facts]
+    one = Chain("cluster/ns/pod/uid/1", "seed", alg, SEED)
+    two = Chain("cluster/ns/pod/uid/1", "seed", alg, SEED)
+    for chained in (one, two):
+        chained.line("heartbeat", {"in_flight": 0, "started_total": 0}, 1, 2)
+    expected = [one.request_line(text, wall, mono) for text, wall, mono in rows]
+    assert two.request_lines([text.row(wall, mono) for text, wall, mono in rows]) == expected
+    assert two.head == one.head
+
+
+def test_many_lines_are_all_chained_or_none():
+    chained = chain()
+    text = request_text(
+        trace_id="x" * LINE_BYTES, tenant="t", qos="P1", status=0, outcome="ok", phase="done"
+    )
+    short = request_text(trace_id="x", tenant="t", qos="P1", status=0, outcome="ok", phase="done")
+    with pytest.raises(ValueError, match="a line holds"):
+        chained.request_lines([short.row(1, 2), text.row(1, 2)])
+    assert chained.head == chain().head
