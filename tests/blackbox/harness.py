@@ -7,6 +7,7 @@ about wrong bytes.
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -47,6 +48,17 @@ def until(check, what="it", wait_s=WAIT_S):
             return result
         time.sleep(0.005)
     raise AssertionError(f"{what} did not happen in {wait_s} s")
+
+
+def stop(pid):
+    """Stop a process and wait until it stands: a thread goes on until it has taken the signal."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands():
+        files = Path("/proc").glob(f"{pid}/task/*/stat")
+        return all(file.read_text().rpartition(") ")[2].startswith("T") for file in files)
+
+    until(stands, f"{pid} to stand")
 
 
 class Wire:

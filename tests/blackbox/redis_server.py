@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.blackbox.harness import stop
 from tests.blackbox.node import REDIS, free_base
 
 PROGRAM = shutil.which("redis-server")
@@ -48,7 +49,7 @@ class RedisServer:
         self.process.wait(WAIT_S)
 
     def stall(self):
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)

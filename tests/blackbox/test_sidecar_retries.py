@@ -22,6 +22,7 @@ from tests.blackbox.harness import (
     Wire,
     chunk,
     post,
+    stop,
     until,
 )
 from tests.blackbox.node import free_base
@@ -422,7 +423,7 @@ def test_an_idle_connection_that_ended_is_found_before_it_is_used(tmp_path, upst
     with Sidecar(tmp_path / "s", upstream.url) as sidecar, sidecar.client() as client:
         assert client.send(post(CHAT)).answer().status == 200
         time.sleep(2 * TICK_S)  # what was used within a tick is believed
-        sidecar.signal(signal.SIGSTOP)
+        stop(sidecar.process.pid)
         client.send(post(CHAT))
         time.sleep(0.02)
         told.append(True)

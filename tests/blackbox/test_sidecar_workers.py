@@ -18,6 +18,7 @@ from tests.blackbox.harness import (
     get,
     ok,
     post,
+    stop,
     tongguan,
     until,
 )
@@ -129,7 +130,7 @@ def test_worker_that_dies_is_started_again_and_the_others_go_on(team, upstream):
 def test_worker_that_is_stuck_makes_livez_fail(team):
     assert team.admin_ask("GET", "/livez").status == 200
     stuck = team.pids()[-1]
-    os.kill(stuck, signal.SIGSTOP)
+    stop(stuck)
     answer = team.admin_ask("GET", "/livez")
     os.kill(stuck, signal.SIGCONT)
     assert answer.status == 503
