@@ -16,7 +16,7 @@ causes often meet. Nothing is guessed: what no judge recognises is "unknown". Pu
     all_reduce_buffers    static communication buffers are too large
 
 The confidences of the rules are set by hand on the labelled cases of tests/scenarios/oom.toml; they
-order causes, they are no probabilities.
+order causes, they are no probabilities. What a message says in so many words is a row of `said`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from agent.memory.said import ROWS, SMALLER_BUFFERS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from agent.memory.evidence import Evidence
 
@@ -103,6 +106,20 @@ def explain(evidence: Evidence) -> Diagnosis:
     return Diagnosis(found[0], evidence.figures(), tuple(found[1:]))
 
 
+def said(cause: str, e: Evidence, signs: AbstractSet[str] | None = None) -> Verdict | None:
+    """Return what a message says of this cause in so many words; `signs`: others than `e`'s."""
+    signs = e.signs if signs is None else signs
+    for row in ROWS:
+        if row.cause == cause and row.applies(signs):
+            why = row.why.format(
+                requested=size(e.requested_bytes),
+                killed=f" (it had {size(e.killed_rss_bytes)})" if e.killed_rss_bytes else "",
+                limit=f" of {size(e.limit_bytes)}" if e.limit_bytes else "",
+            )
+            return Verdict(cause, row.confidence, why, row.change)
+    return None
+
+
 def does_not_fit(e: Evidence) -> Verdict | None:
     """Judge: weights, KV and activations are more than the device."""
     cause = "does_not_fit"
@@ -118,17 +135,8 @@ def does_not_fit(e: Evidence) -> Verdict | None:
             f"set the longest context (max_model_len, --context-length) to {room} or less"
             if room else "shorten the longest context (max_model_len, --context-length)",
         )  # fmt: skip
-    if "llama_alloc" in e.signs and {"llama_weights", "llama_compute"} & e.signs:
-        if "llama_compute" in e.signs:
-            return Verdict(
-                cause, 0.85,
-                f"the compute buffer of {size(e.requested_bytes)} does not fit beside the weights",
-                "lower the batch (-ub 256) or the context (-c), or offload fewer layers (-ngl)",
-            )  # fmt: skip
-        return Verdict(
-            cause, 0.9, f"the weights' buffer of {size(e.requested_bytes)} does not fit",
-            "offload fewer layers (-ngl), split over more GPUs, or take a smaller quantisation",
-        )  # fmt: skip
+    if (found := said(cause, e)) is not None:
+        return found
     total = e.total_bytes
     fixed = [part for part in (e.weights_bytes, e.kv_pool_bytes) if part]
     if total and fixed and sum(fixed) > total:
@@ -208,19 +216,8 @@ def other_process(e: Evidence) -> Verdict | None:
 def outside_allocator(e: Evidence) -> Verdict | None:
     """Judge: contexts, NCCL and graph pools of this process."""
     cause, total = "outside_allocator", e.total_bytes or 0
-    if "nccl" in e.signs:
-        return Verdict(
-            cause, 0.9,
-            f"NCCL asked the driver for {size(e.requested_bytes)} and torch had left nothing",
-            "leave headroom: gpu_memory_utilization (or --mem-fraction-static) 0.05 lower; or fewer"
-            " channels (NCCL_MAX_NCHANNELS=8)",
-        )  # fmt: skip
-    if "graph_capture" in e.signs:
-        return Verdict(
-            cause, 0.85, "the private pools of CUDA graphs did not fit beside the KV pool",
-            "capture fewer batch sizes (--cuda-graph-max-bs, cudagraph_capture_sizes) or lower the "
-            "static fraction by 0.05",
-        )  # fmt: skip
+    if (found := said(cause, e)) is not None:
+        return found
     graphs, outside = e.private_pool_bytes or 0, e.outside_bytes
     if outside is None and e.foreign_bytes and e.foreign_bytes >= 0.25 * total:
         outside = e.foreign_bytes  # too little for another process's model: contexts
@@ -243,28 +240,8 @@ def outside_allocator(e: Evidence) -> Verdict | None:
 def kv_pool(e: Evidence) -> Verdict | None:
     """Judge: the KV pool was sized against the wrong total."""
     cause = "kv_pool"
-    if "sampler_warmup" in e.signs:
-        return Verdict(
-            cause, 0.87, "the KV pool took what the sampler needs for as many requests as allowed",
-            "lower max_num_seqs to 256, or gpu_memory_utilization by 0.05",
-        )  # fmt: skip
-    if "kv_no_blocks" in e.signs:
-        return Verdict(
-            cause, 0.85, "the profile run left nothing for KV within gpu_memory_utilization",
-            "raise gpu_memory_utilization (a share of the whole device, not of what is free), or "
-            "shorten max_model_len, which the profile run fills",
-        )  # fmt: skip
-    if "kv_static_fraction" in e.signs:
-        return Verdict(
-            cause, 0.85, "--mem-fraction-static leaves no KV pool beside the weights",
-            "raise --mem-fraction-static by 0.05; where that runs out later, lower "
-            "--chunked-prefill-size",
-        )  # fmt: skip
-    if "kv_exhausted" in e.signs:
-        return Verdict(
-            cause, 0.8, "the KV pool is full while requests still grow",
-            "lower --max-running-requests, or raise --schedule-conservativeness",
-        )  # fmt: skip
+    if (found := said(cause, e)) is not None:
+        return found
     if "startup_free" in e.signs and e.total_bytes and e.free_bytes is not None:
         short = (e.requested_bytes or e.free_bytes) - e.free_bytes
         return Verdict(
@@ -322,12 +299,8 @@ def spike(e: Evidence) -> Verdict | None:
         "bound one step: chunked prefill (max_num_batched_tokens, --chunked-prefill-size), a "
         "memory-efficient attention, or a smaller batch"
     )
-    if "workspace" in e.signs:
-        return Verdict(
-            cause, 0.85,
-            f"a batch needs {size(wanted)} in a workspace of fixed size",
-            "enlarge the workspace (SGLANG_FLASHINFER_WORKSPACE_SIZE), or bound the batch",
-        )  # fmt: skip
+    if (found := said(cause, e)) is not None:
+        return found
     if e.peak_bytes and e.profile_peak_bytes and e.peak_bytes > 1.1 * e.profile_peak_bytes:
         over = e.peak_bytes - e.profile_peak_bytes
         return Verdict(cause, 0.9, f"the peak is {size(over)} above the profile run's", change)
@@ -345,35 +318,9 @@ def spike(e: Evidence) -> Verdict | None:
 def host_limit(e: Evidence) -> Verdict | None:
     """Judge: the cgroup's or the machine's memory."""
     cause = "host_limit"
-    killed = f" (it had {size(e.killed_rss_bytes)})" if e.killed_rss_bytes else ""
-    if "cgroup_kill" in e.signs or (e.oom_kills or 0) > 0:
-        limit = f" of {size(e.limit_bytes)}" if e.limit_bytes else ""
-        return Verdict(
-            cause, 0.95, f"the kernel killed the process at its cgroup's limit{limit}{killed}",
-            "raise the container's memory limit above the weights plus what the loader holds, or "
-            "load with mmap / safetensors",
-        )  # fmt: skip
-    if "host_kill" in e.signs:
-        return Verdict(
-            cause, 0.93, f"the machine ran out of memory and killed the process{killed}",
-            "use a machine with more memory, load one shard at a time, or add swap for the load",
-        )  # fmt: skip
-    if "shm" in e.signs:
-        return Verdict(
-            cause, 0.9, "shared memory is full: a container has 64 MiB of it unless told otherwise",
-            "give it more (--shm-size=8g; in Kubernetes an emptyDir of medium Memory on /dev/shm)",
-        )  # fmt: skip
-    if "host_alloc" in e.signs:
-        return Verdict(
-            cause, 0.88, f"the host refused {size(e.requested_bytes)}, not the GPU",
-            "raise the memory (or locked memory: ulimit -l) limit of the process, or lower the "
-            "CPU offload and swap space settings",
-        )  # fmt: skip
-    if {"exit_137", "ray_low_memory"} & e.signs and "cuda_oom" not in e.signs:
-        return Verdict(
-            cause, 0.75, "the process was killed from outside (SIGKILL), as the OOM killer does",
-            "see dmesg or the pod's last state; raise the container's memory limit",
-        )  # fmt: skip
+    killed = {"cgroup_kill"} if (e.oom_kills or 0) > 0 else set()
+    if (found := said(cause, e, e.signs | killed)) is not None:
+        return found
     bound, used = e.limit_bytes, e.limit_used_bytes
     if bound and used and e.total_bytes is None:
         wanted = e.requested_bytes or 0
@@ -398,33 +345,17 @@ def accumulation(e: Evidence) -> Verdict | None:
                 "drop each step's graph: backward() before the next forward, and keep loss.item(), "
                 "not loss",
             )  # fmt: skip
-    if {"retain_graph", "kept_outputs"} & e.signs and {"cuda_oom", "bare_cuda_oom"} & e.signs:
-        return Verdict(
-            "accumulation", 0.91, "the code keeps the graph of earlier steps alive",
-            "call backward() without retain_graph, and add loss.item() or loss.detach(), not loss",
-        )  # fmt: skip
-    return None
+    return said("accumulation", e)
 
 
 def all_reduce_buffers(e: Evidence) -> Verdict | None:
     """Judge: static communication buffers are too large."""
-    change = (
-        "make them smaller: reduce_bucket_size and allgather_bucket_size 5e7 (DeepSpeed), "
-        "bucket_cap_mb 25 (DDP), or disable_custom_all_reduce (vLLM)"
-    )
+    cause = "all_reduce_buffers"
     buffers, total = e.comm_buffer_bytes, e.total_bytes
     if buffers and total and buffers >= max(0.05 * total, e.missing_bytes or 0):
         why = f"{size(buffers)} of {size(total)} are buffers for all-reduce and all-gather"
-        return Verdict("all_reduce_buffers", 0.91, why, change)
-    if not {"cuda_oom", "bare_cuda_oom"} & e.signs:
-        return None
-    if "bucket_buffer" in e.signs:
-        why = f"{size(e.requested_bytes)} were asked for as a bucket of gradients"
-        return Verdict("all_reduce_buffers", 0.91, why, change)
-    if "all_reduce" in e.signs:
-        why = f"{size(e.requested_bytes)} were asked for inside an all-reduce"
-        return Verdict("all_reduce_buffers", 0.82, why, change)
-    return None
+        return Verdict(cause, 0.91, why, SMALLER_BUFFERS)
+    return said(cause, e)
 
 
 JUDGES: Final[tuple[Callable[[Evidence], Verdict | None], ...]] = (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.memory import oom
+from agent.memory import oom, said
 from agent.memory.cli import memory
-from agent.memory.evidence import TEXT_BYTES_MAX, EvidenceError, from_stats, from_text
+from agent.memory.evidence import _SIGNS, TEXT_BYTES_MAX, EvidenceError, from_stats, from_text
 
 MIB = 1 << 20
 SCENARIOS = Path(__file__).parents[2] / "scenarios" / "oom.toml"
@@ -40,6 +40,14 @@ def test_every_cause_has_cases_and_real_texts():
     assert min(causes[cause] for cause in oom.CAUSES) >= 2
     real = [case for case in CASES if "#" in case["from"] and not case["from"].startswith("made")]
     assert len(real) >= 24
+
+
+def test_rows_name_signs_and_causes_that_there_are():
+    for row in said.ROWS:
+        assert row.cause in oom.CAUSES
+        assert frozenset().union(*row.signs, row.without) <= set(_SIGNS)
+        assert row.why.format(requested="1 GiB", killed="", limit="")
+        assert from_text("nothing of note").signs.isdisjoint(frozenset().union(*row.signs))
 
 
 def test_no_verdict_rests_on_the_tail_of_a_long_log():
