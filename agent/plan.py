@@ -22,10 +22,11 @@ import click
 from agent import config as agent_config
 from proxy import config as sidecar_config
 from proxy.config import split_address
+from proxy.keys.file import KeyFileError, read
 from proxy.settings import FILE_NAME, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 BASE_PORT = 14000
 # Offsets of the five ports from the base: docs/agent.md, "tongguan up".
@@ -80,17 +81,23 @@ class Plan:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a `tongguan` command as a person would; raises `UpError` if it takes too long."""
-        try:
-            return subprocess.run(  # noqa: S603 - our own command
-                (sys.executable, "-m", "proxy.cli", *arguments),
-                env=dict(self.environ),
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise UpError(f"`tongguan {' '.join(arguments[:2])}` takes too long") from None
+        return _command(self.environ, arguments)
+
+
+def _command(
+    environ: Mapping[str, str], arguments: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(  # noqa: S603 - our own command
+            (sys.executable, "-m", "proxy.cli", *arguments),
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UpError(f"`tongguan {' '.join(arguments[:2])}` takes too long") from None
 
 
 def installed(name: str, module: str) -> str:
@@ -152,7 +159,8 @@ def make(state: Path, base_port: int | None, environ: Mapping[str, str]) -> Plan
     state = state.resolve()
     file = state / FILE_NAME
     if not file.exists():
-        _write_private(file, settings_text(state, base_port or BASE_PORT))
+        auditor = _auditor_public(state, environ)
+        _write_private(file, settings_text(state, base_port or BASE_PORT, auditor))
         say(f"wrote {file}")
     environ = dict(environ)
     try:
@@ -192,6 +200,7 @@ def places(sidecar: sidecar_config.Settings, agent: agent_config.Agent) -> dict[
         "envelope.state_dir": sidecar.envelope.state_dir,
         "agent.socket": agent.socket,
         "agent.witness_dir": agent.witness_dir,
+        "agent.chains_dir": agent.chains_dir,
     }
 
 
@@ -226,8 +235,32 @@ def _keys_there(plan: Plan) -> str:
     return f"and keys are made in {keys}"
 
 
-def settings_text(state: Path, base_port: int) -> str:
-    """Return the text of a fresh `tongguan.toml` for `state`."""
+def _auditor_public(state: Path, environ: Mapping[str, str]) -> str:
+    """Return the public key of the auditor, for whom chain seeds are sealed; "": of none.
+
+    The keys of the state directory are made first where there are none. Raises `UpError`.
+    """
+    file = Path(environ.get("TONGGUAN_KEYS_FILE", "") or state / "keys" / "sidecar.json")
+    auditor = file.parent / "auditor.json"
+    if not file.exists() and file.parent == state / "keys":
+        _make_keys(environ, file.parent)
+    try:
+        public = read(auditor).auditor_public
+    except (OSError, KeyFileError):  # what is wrong is said where they are needed
+        return ""
+    return public.hex() if public else ""
+
+
+def _make_keys(environ: Mapping[str, str], directory: Path) -> None:
+    _tongguan(environ, "keys", "new", "--dir", str(directory), "--days", "365")
+    say(f"made keys in {directory}")
+
+
+def settings_text(state: Path, base_port: int, auditor_public: str = "") -> str:
+    """Return the text of a fresh `tongguan.toml` for `state`.
+
+    With the auditor's public key, seeds of chains and trace ids are the agent's to give.
+    """
     quote = json.dumps  # a JSON string is a TOML basic string
     agent_socket = state / "agent.sock"
     fits = len(os.fsencode(agent_socket)) <= agent_config.SOCKET_PATH_BYTES
@@ -236,6 +269,11 @@ def settings_text(state: Path, base_port: int) -> str:
         f"[pools.{name}]\nendpoints = [{quote(endpoint)}]\ntoken_ids = true\n"
         for name in ("dedicated", "shared", "best_effort")
     )
+    audit = agent = ""
+    if fits and auditor_public:
+        audit = f'agent = {quote(endpoint)}\nseeds = "agent"\n'
+        agent = f"chains_dir = {quote(str(state / 'chains'))}\n"
+        agent += f"auditor_public = {quote(auditor_public)}\n"
     return f"""\
 # Written by `tongguan up`, read by the sidecar and by the agent. Yours to edit: it is not
 # overwritten. `tongguan config check --config {FILE_NAME} --show` lists every setting.
@@ -254,7 +292,7 @@ state_dir = {quote(str(state))}
 [audit]
 dir = {quote(str(state / "audit"))}
 witness = {quote(endpoint if fits else "")}
-
+{audit}
 # On one's own machine P0 may be tried out.
 [tenants.default]
 max_class = "P0"
@@ -265,7 +303,7 @@ listen = "127.0.0.1:{base_port + AGENT}"
 admin = "127.0.0.1:{base_port + AGENT_ADMIN}"
 socket = {quote(str(agent_socket) if fits else "")}
 witness_dir = {quote(str(state / "witness") if fits else "")}
-"""
+{agent}"""
 
 
 def port_variables(base_port: int, settings: sidecar_config.Settings) -> dict[str, str]:
@@ -300,9 +338,8 @@ def check_keys(plan: Plan) -> None:
                 + plan.shell("keys", "new", "--dir", near(directory)),
                 EXIT_IO,
             )
-        _tongguan(plan, "keys", "new", "--dir", str(directory), "--days", "365")
-        say(f"made keys in {directory}")
-    facts = json.loads(_tongguan(plan, "keys", "show", "--json", str(plan.client_keys)))
+        _make_keys(plan.environ, directory)
+    facts = json.loads(_tongguan(plan.environ, "keys", "show", "--json", str(plan.client_keys)))
     if not any(row["state"] == "live" for row in facts["envelope_keys"]):
         raise UpError(
             f"no key in {plan.client_keys} is valid now; move {plan.state} away and run again "
@@ -352,9 +389,9 @@ def listen_problem(host: str, port: int) -> int:
     return 0
 
 
-def _tongguan(plan: Plan, *arguments: str) -> str:
+def _tongguan(environ: Mapping[str, str], *arguments: str) -> str:
     """Run one of our own commands and return its output; raises `UpError` with its words."""
-    command = plan.command(*arguments)
+    command = _command(environ, arguments)
     if command.returncode != 0:
         raise UpError(
             f"`tongguan {' '.join(arguments)}` failed (code {command.returncode})",

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import click
 
 from agent import plan as plans
+from agent.acquaint import acquaint
 from agent.children import Child, ChildError, wait_ready
 from agent.plan import (
     EXIT_FAILED,
@@ -96,6 +97,8 @@ def _run(plan: Plan, question: str, max_tokens: int, *, oneshot: bool, ready_s: 
     try:
         started = time.monotonic()
         agent.start()
+        if plan.sidecar.audit.seeds == "agent" and plan.agent.socket:
+            acquaint(plan, agent, ready_s)
         sidecar.start()
         progress = Progress(sys.stderr if sys.stderr.isatty() else None, time.monotonic)
         try:

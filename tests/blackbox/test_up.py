@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from agent import plan
 from tests.blackbox import tiny_model
 from tests.blackbox.node import OFFSETS, WAIT_S, environment, free_base
 
@@ -90,7 +91,59 @@ def test_the_answer_comes_and_its_record_verifies_twice(home):
         assert record["output_hash"] == facts["output_hash"] == expected
         assert len(json.loads(shown.stdout)["ids"]) == int(facts["tokens"])
     assert keys[0] == keys[1]
+    check_seeded(home, chains=2)
     assert (home.state / "keys" / "client.json").stat().st_mode & 0o777 == 0o600
+
+
+def geneses(home):
+    files = sorted((home.state / "audit").glob("*/*0.log"))
+    return [json.loads(file.read_bytes().partition(b"\t")[0]) for file in files]
+
+
+def check_seeded(home, chains, before=0):
+    """The agent seeded the last of these chains, leased their trace ids, and kept escrows."""
+    seeded = geneses(home)[before:]
+    assert len(seeded) == chains - before
+    assert [row["machine_source"] for row in seeded] == ["agent_lease"] * len(seeded)
+    agents = {row["key_id"].split(".")[0].rpartition("n")[0] for row in seeded}
+    assert len(agents) == 1
+    assert len(agents.pop()) == 8
+    escrows = (home.state / "chains" / "escrow.notes").read_text()
+    assert escrows.count("tongguan chain seed escrow v1") == len(seeded)
+    done = home.run(
+        "audit", "verify", str(home.state / "audit"), "--keys",
+        str(home.state / "keys" / "auditor.json"), "--json",
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert (result["verdict"], result["mac_checked"]) == ("ok", True)
+    assert [chain["signers"] for chain in result["chains"]] == ["pinned"] * chains
+    # Nobody else's file opens a seed.
+    done = home.run(
+        "audit", "verify", str(home.state / "audit"), "--keys",
+        str(home.state / "keys" / "sidecar.json"), "--json",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["verdict"] == "key_unknown"
+
+
+def test_a_state_directory_of_before_is_used_and_may_be_written_anew(tmp_path):
+    """Before, seeds were the key file's and trace ids the node's."""
+    home = Home(tmp_path)
+    home.state.mkdir(mode=0o700)
+    settings = home.state / "tongguan.toml"
+    settings.write_text(plan.settings_text(home.state, home.base))
+    assert home.oneshot("--max-tokens", "3").returncode == 0
+    assert [row["machine_source"] for row in geneses(home)] == ["node_name"]
+    settings.unlink()  # as `up` says to do after a move
+    done = home.oneshot("--max-tokens", "3")
+    assert done.returncode == 0, done.stderr.decode()
+    check_seeded(home, chains=2, before=1)
+    auditor = home.state / "keys" / "auditor.json"
+    text = settings.read_text()
+    public = json.loads(auditor.read_bytes())["auditor_public"]
+    settings.write_text(text.replace(public, "0" * 63 + "9"))
+    done = home.oneshot()
+    assert done.returncode == 2
+    assert b"agent.auditor_public is not the key of" in done.stderr
 
 
 def test_it_serves_until_ctrl_c_and_ends_cleanly(home):

@@ -10,11 +10,13 @@ import tomllib
 import pytest
 from click.testing import CliRunner
 
-from agent import children, cli, plan, up
+from agent import acquaint, children, cli, plan, up
 from agent import config as agent_config
 from agent.children import Child, ChildError, wait_ready
 from proxy import config as sidecar_config
 from proxy.ask import AskResult
+from proxy.audit.signing import Cosigner
+from proxy.keys.file import read
 
 
 def test_the_written_settings_are_right_for_both_rooms(tmp_path):
@@ -31,6 +33,34 @@ def test_the_written_settings_are_right_for_both_rooms(tmp_path):
         assert pool.token_ids
     for path in (sidecar.keys.file, sidecar.audit.dir, sidecar.envelope.state_dir, agent.socket):
         assert path.startswith(str(tmp_path))
+
+
+def test_with_an_auditor_the_agent_seeds_the_chains(tmp_path):
+    text = plan.settings_text(tmp_path, 15000, "ab" * 32)
+    sidecar, agent = sidecar_config.load(text, {}), agent_config.load(text, {})
+    assert (sidecar.audit.seeds, sidecar.audit.agent) == ("agent", f"unix:{agent.socket}")
+    assert sidecar.audit.witness == (sidecar.audit.agent,)
+    assert (agent.auditor_public, agent.chains_dir) == ("ab" * 32, str(tmp_path / "chains"))
+    # Without one, or where no socket fits, seeds are the key file's.
+    far = tmp_path / ("x" * 100)
+    for text in (plan.settings_text(tmp_path, 15000), plan.settings_text(far, 15000, "ab" * 32)):
+        sidecar, agent = sidecar_config.load(text, {}), agent_config.load(text, {})
+        assert (sidecar.audit.seeds, sidecar.audit.agent, agent.chains_dir) == ("keys", "", "")
+
+
+def test_the_auditor_is_taught_a_key_once(tmp_path):
+    command = (sys.executable, "-m", "proxy.cli", "keys", "new", "--dir", str(tmp_path / "keys"))
+    subprocess.run(command, check=True, capture_output=True)
+    path = tmp_path / "keys" / "auditor.json"
+    before = read(path)
+    line = Cosigner("witness-1", b"\1" * 32).key.line()
+    assert acquaint.teach(path, [line])
+    assert not acquaint.teach(path, [line])
+    assert read(path) == dataclasses.replace(before, verify_keys=(*before.verify_keys, line))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "auditor.json", "client.json", "sidecar.json"
+    ]  # fmt: skip
 
 
 def test_a_path_with_quotes_is_still_toml(tmp_path):
