@@ -37,6 +37,7 @@ GATES: dict[str, tuple[float, str, str]] = {
     "ttft_512_cold_s": (1.2, "max", "s"),
     "ttft_512_cached_s": (0.1, "max", "s"),
     "rss_peak_mib": (700.0, "max", "MiB"),
+    "load_peak_mib": (953.0, "max", "MiB"),  # 1 GB
 }
 DISTURBED = 0.10
 
@@ -76,13 +77,17 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def watched(measure: Callable[[], float]) -> dict[str, float]:
-    """Run a measurement; return its value and what others took of the cores meanwhile."""
+    """Run a measurement; return its value, its CPU time and others' share of the cores."""
     began, (all_before, own_before) = time.perf_counter(), cpu_seconds()
     value = measure()
     all_after, own_after = cpu_seconds()
     span = (time.perf_counter() - began) * len(os.sched_getaffinity(0))
     foreign = (all_after - all_before) - (own_after - own_before)
-    return {"value": value, "foreign": round(max(0.0, foreign / span), 3)}
+    return {
+        "value": value,
+        "foreign": round(max(0.0, foreign / span), 3),
+        "cpu_s": round(own_after - own_before, 4),
+    }
 
 
 def rss_mib(field: str) -> float:
@@ -131,10 +136,10 @@ def measurements(engine: Engine, number: int) -> dict[str, Callable[[], float]]:
     }
 
 
-def quiet_median(rounds: list[dict[str, float]]) -> float:
-    """Return the median value of the half (rounded up) with the least foreign load."""
+def quiet_median(rounds: list[dict[str, float]], of: str = "value") -> float:
+    """Return the median of the half (rounded up) with the least foreign load."""
     ordered = sorted(rounds, key=lambda r: r["foreign"])
-    return statistics.median(r["value"] for r in ordered[: (len(ordered) + 1) // 2])
+    return statistics.median(r[of] for r in ordered[: (len(ordered) + 1) // 2])
 
 
 def missed(figures: dict[str, float]) -> list[str]:
@@ -166,7 +171,7 @@ def main() -> int:
         print(f"perf.engine: {problem}", file=sys.stderr)
         return 2
     load_s = time.perf_counter() - began
-    rss_loaded = rss_mib("VmRSS")
+    rss_loaded, load_peak = rss_mib("VmRSS"), rss_mib("VmHWM")
     rounds: dict[str, list[dict[str, float]]] = {}
     try:
         for number in range(options.rounds + 1):
@@ -177,8 +182,12 @@ def main() -> int:
     finally:
         engine.close()
     figures = {name: quiet_median(results) for name, results in rounds.items()}
+    for count in (1, CONCURRENT):  # of all threads, waiting for each other included
+        spent = quiet_median(rounds[f"decode_{count}_tokens_per_s"], "cpu_s")
+        figures[f"decode_{count}_cpu_ms_per_token"] = 1e3 * spent / (count * DECODE_TOKENS)
     figures["decode_8_over_1"] = figures["decode_8_tokens_per_s"] / figures["decode_1_tokens_per_s"]
-    figures |= {"load_s": load_s, "rss_loaded_mib": rss_loaded, "rss_peak_mib": rss_mib("VmHWM")}
+    figures |= {"load_s": load_s, "load_peak_mib": load_peak, "rss_loaded_mib": rss_loaded}
+    figures["rss_peak_mib"] = rss_mib("VmHWM")  # of loading and of all rounds
     figures = {name: round(value, 3) for name, value in figures.items()}
     foreign = statistics.median(r["foreign"] for results in rounds.values() for r in results)
     lines = missed(figures)

@@ -33,6 +33,12 @@ void tiles_ready(const struct weights *w, struct rows *rows, const float *x, lon
         rows_quantise(rows, x, m, w->k, room);
 }
 
+/* Ask for the line that comes AHEAD bytes later: there are too many short streams for the CPU to
+ * see. Behind the last row nothing is there to be read, and asking for it does no harm. */
+TARGET INLINE void fetch(const void *line) {
+    _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T0);
+}
+
 /* Scales and offsets (what a code of 0 is) of eight blocks of a row, of which `count` are there. */
 TARGET INLINE void scales8(const struct weights *w, enum kind kind, long row, long block,
                            long count, __m256 *scale, __m256 *offset) {
@@ -111,6 +117,8 @@ TARGET INLINE void halves_tile(const struct weights *w, long row, int R, const s
     const float *from = x->x + first * x->k;
     for (long at = 0; at < w->k; at += 8) {
         __m256 values[4];
+        if (!first) /* a line of each of up to four rows, in turn */
+            fetch(halves + at / 8 % R * w->k + at);
         for (int r = 0; r < R; r++)
             values[r] = halves8(halves + r * w->k + at);
         for (int i = 0; i < R * M; i++)
@@ -147,25 +155,28 @@ TARGET INLINE void strip(const struct weights *w, enum kind kind, long row, int 
         tile(w, kind, row, R, x, m, 1, y, stride, add);
 }
 
-/* Ask for the rows that come AHEAD bytes later: there are too many short streams for the CPU to
- * see. Behind the last row nothing is there to be read, and asking for it does no harm. */
-TARGET INLINE void fetch(const struct weights *w, enum kind kind, long row, int R) {
-    long bytes = kind == HALVES ? w->k * 2 : w->k / 2;
-    const char *from = (kind == HALVES ? (const char *)w->halves : (const char *)w->codes);
-    from += row * bytes + AHEAD;
-    for (long at = 0; at < R * bytes; at += 64)
-        _mm_prefetch(from + at, _MM_HINT_T0);
+/* For R rows of codes, which are too short to do it on the way. */
+TARGET INLINE void fetch_codes(const struct weights *w, long row, int R) {
+    long groups = (w->k + (1L << w->group_log2) - 1) >> w->group_log2;
+    const char *codes = (const char *)w->codes + row * (w->k / 2);
+    const char *meta = (const char *)w->meta + row * groups * 4;
+    for (long at = 0; at < R * w->k / 2; at += 64)
+        fetch(codes + at);
+    for (long at = 0; at < R * groups * 4; at += 64)
+        fetch(meta + at);
 }
 
 TARGET INLINE void product(const struct weights *w, enum kind kind, const struct rows *x, long row,
                            long last, float *y, long stride, int add) {
     if (x->m < 4)
         for (; last - row >= 4; row += 4, y += 4) {
-            fetch(w, kind, row, 4);
+            if (kind != HALVES)
+                fetch_codes(w, row, 4);
             strip(w, kind, row, 4, x, 2, y, stride, add);
         }
     for (; last - row >= 2; row += 2, y += 2) {
-        fetch(w, kind, row, 2);
+        if (kind != HALVES)
+            fetch_codes(w, row, 2);
         strip(w, kind, row, 2, x, 4, y, stride, add);
     }
     if (row < last)
