@@ -1,7 +1,8 @@
 """The thread of a chain that may wait for the disk: it writes, syncs, and signs what is durable.
 
-Batches come in order and are done one at a time; each is answered on the loop. Before `start` the
-same is done on the caller's thread.
+Batches come in order and are done one at a time; each is answered on the loop, or, where nobody
+waits for the answer, when the loop next comes by. Before `start` the same is done on the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # What the witness has at the end: less than the writer waits for this thread.
 FAREWELL_S = 2.0
 
+# Parts, and whether to sign; None: only to be written ahead.
+_Job = tuple[list["Part"], bool | None]
+
 
 class Syncer:
     """See the module."""
@@ -41,7 +45,10 @@ class Syncer:
         self._tree = tree
         self._loop = loop
         self._done = done
-        self._jobs: queue.SimpleQueue[tuple[list[Part], bool | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the two below
+        self._kept: tuple[Committed, Signed | None] | None = None
+        self._wanted = False
         self._thread = threading.Thread(target=self._run, name="audit-sync", daemon=True)
 
     def commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
@@ -61,9 +68,21 @@ class Syncer:
         """Begin to take batches."""
         self._thread.start()
 
-    def put(self, parts: list[Part], *, sign: bool) -> None:
-        """Have a batch committed; `done` is told on the loop."""
+    def put(self, parts: list[Part], *, sign: bool, quiet: bool = False) -> None:
+        """Have a batch committed; `done` is told on the loop.
+
+        `quiet`: what went well may be kept for `collect`, since to wake the loop costs more than to
+        write a record.
+        """
+        self._wanted = not quiet
         self._jobs.put((parts, sign))
+
+    def collect(self) -> tuple[Committed, Signed | None] | None:
+        """Return what came of the quiet batch that was put last; None: `done` will be told."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+            self._wanted = kept is None
+        return kept
 
     def put_ahead(self, parts: list[Part]) -> None:
         """Have parts written before the batch that is put next, which answers for them too."""
@@ -86,6 +105,10 @@ class Syncer:
                 continue
             committed, signed = self.commit(parts, sign=sign)
             del parts, job
+            with self._lock:
+                if not self._wanted and committed.error is None:
+                    self._kept = committed, signed
+                    continue
             with contextlib.suppress(RuntimeError):  # the loop is gone
                 self._loop.call_soon_threadsafe(self._done, committed, signed)
         self._disk.close()

@@ -19,6 +19,11 @@ class Waiters:
         self._loop = loop
         self._rows: list[tuple[int, asyncio.Future[None]]] = []
 
+    @property
+    def none(self) -> bool:
+        """Say whether nobody waits."""
+        return not self._rows
+
     def durable(self, ticket: int) -> asyncio.Future[None]:
         """Return what is done when the record is durable, or has `AuditUnavailableError`."""
         future: asyncio.Future[None] = self._loop.create_future()

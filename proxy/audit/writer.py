@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+COLLECT_S = 0.1
 CLOSE_S = 5.0
 
 # A start is not refused for these: the chain comes up unavailable and heals.
@@ -100,13 +101,15 @@ class AuditWriter:
             segment_bytes=config.segment_bytes,
         )
         self._syncing = False
+        self._quiet = False  # the answer of the batch that is being synced is to be collected
         records, seconds = config.checkpoint_records, config.checkpoint_s
         self._due = Due(loop, records, seconds, self._schedule, signed=tree is not None)
         self._waiters = Waiters(loop)
-        self.on_durable: Callable[[int], None] = lambda _ticket: None  # told the last durable one
+        self.on_durable: Callable[[int], None] | None = None  # told the last durable one
         self._next_seed: tuple[str, bytes] | None = None
         self._rotation = Rotation(config.rotate_records, config.rotate_s, clock.mono_ns())
         self._timer: asyncio.Handle | None = None
+        self._collector: asyncio.TimerHandle | None = None
         self._flushed_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._last_ns = 0
@@ -289,7 +292,9 @@ class AuditWriter:
 
     def _appended(self) -> None:
         self.stats.pending = count = len(self._pending)
-        if not self._syncing and (self._timer is None or count >= self._config.flush_records):
+        if self._syncing:
+            self.collect()
+        elif self._timer is None or count >= self._config.flush_records:
             self._schedule()
 
     async def durable(self, seq: int) -> None:
@@ -305,7 +310,11 @@ class AuditWriter:
         """As `durable`, of a record just appended, for who does not wait in a task; may cancel."""
         if seq == LOST or not self._available or self._drained is not None:
             raise AuditUnavailableError("the audit chain cannot be written now")
-        return self._waiters.durable(seq)
+        self.collect()
+        future = self._waiters.durable(seq)
+        if seq <= self._pending.durable_ticket:
+            self._waiters.wake(self._pending.durable_ticket, failed=False)
+        return future
 
     async def close(self) -> None:
         """Write `closed`, sync, unlock. Raises `AuditUnavailableError` if it did not get there."""
@@ -320,6 +329,7 @@ class AuditWriter:
         self._add("closed", {"in_flight": in_flight, "started_total": started})
         self._due.ask()
         self._drained = self._loop.create_future()
+        self.collect()
         self._flush()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -352,9 +362,23 @@ class AuditWriter:
 
     # Flushing, and what comes back.
 
+    def collect(self) -> None:
+        """Take the answer of a batch that nobody waits for; where it is not there yet, it comes."""
+        if self._collector is not None:
+            self._collector.cancel()
+            self._collector = None
+        if self._quiet:
+            self._quiet = False
+            answer = self._syncer.collect()
+            if answer is not None:
+                self._done(*answer)
+
     def _schedule(self) -> None:
-        if self._syncing or not self._available:
+        if self._syncing:
+            self.collect()
             return  # what comes back from the disk starts the next flush
+        if not self._available:
+            return
         if self._due.now or len(self._pending) >= self._config.flush_records:
             self._flush()
         elif self._timer is None and self._pending:
@@ -378,7 +402,11 @@ class AuditWriter:
         self._flushed_s = self._loop.time()
         if sign:
             self._pending.hold()
-        self._syncer.put(self._pending.take(), sign=sign)
+        waited_for = sign or self._drained is not None or not self._waiters.none
+        self._quiet = self._available and not waited_for and self.on_durable is None
+        if self._quiet:  # the next record comes first, where there are some a second
+            self._collector = self._loop.call_later(COLLECT_S, self.collect)
+        self._syncer.put(self._pending.take(), sign=sign, quiet=self._quiet)
 
     def _place_checkpoint(self, signed: Signed | None) -> None:
         """Chain the checkpoint that was asked for, then what was held behind it."""
@@ -404,7 +432,7 @@ class AuditWriter:
 
     def _done(self, committed: Committed, signed: Signed | None) -> None:
         """Take the result of a commit: move the durable head, then go on, retry or seal."""
-        self._syncing = False
+        self._syncing = self._quiet = False
         stats = self.stats
         self._pending.settle(committed.records)
         stats.records += committed.records
@@ -424,7 +452,8 @@ class AuditWriter:
             self._place_checkpoint(signed)
         stats.pending = len(self._pending)
         self._waiters.wake(self._pending.durable_ticket, failed=not self._available)
-        self.on_durable(self._pending.durable_ticket)
+        if self.on_durable is not None:
+            self.on_durable(self._pending.durable_ticket)
         if not self._available:
             self._timer = self._loop.call_later(RETRY_S, self._flush)
             return
