@@ -1,27 +1,14 @@
 """The first sealed call of docs/envelope.md, as a newcomer types it."""
 
 import json
-import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.blackbox.harness import LAST_CHUNK, SSE_HEAD, Upstream, chunk
-from tests.blackbox.node import environment, free_base
+from tests.blackbox.harness import LAST_CHUNK, SSE_HEAD, chunk
+from tests.blackbox.walks import commands, walk
 
 pytest.importorskip("openai", reason="capability: the openai package")
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def commands(section):
-    text = (ROOT / "docs/envelope.md").read_text(encoding="utf-8")
-    (block,) = re.findall(
-        r"```sh\n(.*?)```", text.partition(f"## {section}\n")[2].partition("\n## ")[0], re.DOTALL
-    )
-    return block
 
 
 def engine(seen):
@@ -37,40 +24,9 @@ def engine(seen):
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="capability: curl")
 def test_the_first_sealed_call_runs_as_it_is_written(tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name, module in (("tongguan", "-m proxy.cli"), ("python", "")):
-        script = tools / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
-        script.chmod(0o755)
-    base = free_base()
-    ports = {"14080": base + 80, "14081": base + 81, "14090": base + 90}
-    with Upstream() as upstream:
-        upstream.answering(engine)
-        text = commands("A first sealed call")
-        ports["8000"] = upstream.url.rsplit(":", 1)[1]
-        for port, other in ports.items():
-            text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{other}")
-        mine = {
-            "TONGGUAN_DOORS_APP": f"127.0.0.1:{base + 80}",
-            "TONGGUAN_DOORS_SEALED": f"127.0.0.1:{base + 81}",
-            "TONGGUAN_DOORS_ADMIN": f"127.0.0.1:{base + 90}",
-            "TONGGUAN_ENVELOPE_FENCE_S": "0",  # not to wait ten seconds
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{tools}:/usr/bin:/bin",
-        }
-        done = subprocess.run(
-            ["bash", "-e", "-c", text],
-            cwd=tmp_path,
-            env=environment(**mine),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        seen = upstream.last()
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "I am small." in done.stdout
-    assert "tongguan_proxy_envelopes_opened_total 1.0" in done.stdout
+    said, requests = walk(tmp_path, commands("envelope.md", "A first sealed call"), engine)
+    assert "I am small." in said
+    assert "tongguan_proxy_envelopes_opened_total 1.0" in said
+    seen = requests[-1]
     assert json.loads(seen.body())["messages"][0]["content"] == "Who are you?"
     assert seen.all("Authorization") == []
