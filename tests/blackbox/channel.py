@@ -1,5 +1,6 @@
 """The caller's side of the SM4 channel as raw HTTP bytes, so that a test can bend any of them."""
 
+import json
 import os
 import time
 
@@ -9,6 +10,7 @@ from proxy.sm4.answer import AnswerOpener
 from proxy.sm4.envelope import MEDIA_TYPE, RequestPrelude
 from proxy.sm4.keyring import Keyring
 from proxy.sm4.sealer import RequestSealer
+from tests.blackbox.harness import Client
 
 BOTH = f"{MEDIA_TYPE}, text/event-stream"
 
@@ -88,3 +90,19 @@ class Channel:
         step = 40_000
         pieces = [frames.data(body[i : i + step]) for i in range(0, len(body), step)]
         return Sealed(b"".join([frames.head(), *pieces, frames.last()]), sealer, model)
+
+
+def ask(sidecar, data):
+    """Send bytes on a fresh connection to the sealed door; return the answer."""
+    with Client(sidecar.sealed) as client:
+        return client.send(data).answer()
+
+
+def counted(sidecar, reason):
+    """Return how many envelopes were refused for a reason."""
+    return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
+
+
+def refused(answer):
+    """Return the status and the code of a refusal in clear."""
+    return answer.status, json.loads(answer.body)["error"]["code"]

@@ -1,9 +1,12 @@
 """What most files here begin with: an upstream, key files, and a channel of theirs, one a file."""
 
+import itertools
+
 import pytest
 
 from tests.blackbox.channel import Channel
-from tests.blackbox.harness import Upstream, new_keys, ok
+from tests.blackbox.harness import OK, Sidecar, Upstream, new_keys, ok
+from tests.blackbox.queues import GRANTED, OFF
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +33,30 @@ def keys(tmp_path_factory):
 def channel(keys):
     """The client's side of the SM4 channel."""
     return Channel(keys / "client.json")
+
+
+@pytest.fixture
+def two():
+    """Two servers, for pools that have the choice."""
+    with Upstream() as first, Upstream() as second:
+        yield first.answering(OK), second.answering(OK)
+        assert first.problems == second.problems == []
+
+
+@pytest.fixture
+def started(tmp_path, upstream):
+    """Start sidecars that end with the test; they ask no agent for limits."""
+    made = []
+    numbers = itertools.count()
+
+    def start(toml=GRANTED, url=None, **variables):
+        folder = tmp_path / f"sidecar{next(numbers)}"
+        sidecar = Sidecar(folder, url or upstream.url, toml=toml, **{**OFF, **variables})
+        made.append(sidecar.start())
+        return sidecar
+
+    yield start
+    for sidecar in made:
+        sidecar.kill()
+        bad = [line for line in sidecar.log.splitlines() if " ERROR " in line or "Trace" in line]
+        assert bad == [], sidecar.log

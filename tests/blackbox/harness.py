@@ -264,6 +264,16 @@ def get(target=b"/", *fields):
     return b"GET %b HTTP/1.1\r\nHost: app.test\r\n%b\r\n" % (target, lines)
 
 
+def answer_with(body, status=b"200 OK", kind=b"application/json"):
+    """Return an answer with a Content-Length as bytes."""
+    return b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+        status,
+        kind,
+        len(body),
+        body,
+    )
+
+
 class Seen(Head):
     """A request as the upstream saw it; `body()` reads its body when the script wants it."""
 

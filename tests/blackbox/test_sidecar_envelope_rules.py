@@ -9,7 +9,7 @@ from proxy.keys.file import read
 from proxy.sm4.envelope import MAC, SIGNATURE, Header, RequestPrelude, associated_data
 from proxy.sm4.keyring import Keyring
 from proxy.sm4.sealer import RequestSealer
-from tests.blackbox.channel import BOTH, Channel, Sealed, now_ms
+from tests.blackbox.channel import BOTH, Channel, Sealed, ask, counted, now_ms
 from tests.blackbox.harness import (
     LAST_CHUNK,
     SSE_HEAD,
@@ -45,15 +45,6 @@ def keys(tmp_path_factory):
 def sidecar(tmp_path_factory, backend, keys):
     with Sidecar(tmp_path_factory.mktemp("rules"), backend.url, keys=keys) as sidecar:
         yield sidecar
-
-
-def ask(sidecar, data):
-    with Client(sidecar.sealed) as client:
-        return client.send(data).answer()
-
-
-def counted(sidecar, reason):
-    return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
 
 
 def alarms(sidecar, reason):

@@ -11,12 +11,13 @@ import pytest
 
 from proxy.client import AnswerError, AsyncSm4Transport, Sm4Transport
 from proxy.sm4.envelope import EnvelopeError
-from tests.blackbox.channel import BOTH, Channel, now_ms
+from tests.blackbox.channel import BOTH, Channel, ask, counted, now_ms
 from tests.blackbox.harness import (
     LAST_CHUNK,
     SSE_HEAD,
     Client,
     Sidecar,
+    answer_with,
     chunk,
     get,
     new_keys,
@@ -37,20 +38,6 @@ def sidecar(tmp_path_factory, backend, keys):
         tmp_path_factory.mktemp("sealed"), backend.url, keys=keys, TIMEOUTS_STREAM_IDLE_S=0.5
     ) as sidecar:
         yield sidecar
-
-
-def ask(sidecar, data):
-    with Client(sidecar.sealed) as client:
-        return client.send(data).answer()
-
-
-def answer_with(body, status=b"200 OK", kind=b"application/json"):
-    return b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
-        status,
-        kind,
-        len(body),
-        body,
-    )
 
 
 def events():
@@ -488,10 +475,6 @@ BENT = {
     "truncated": lambda wire: wire[:-1],
     "trailing_data": lambda wire: wire + b"x",
 }
-
-
-def counted(sidecar, reason):
-    return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
 
 
 @pytest.mark.parametrize("reason", BENT)

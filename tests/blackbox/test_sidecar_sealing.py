@@ -18,6 +18,7 @@ from tests.blackbox.harness import (
     Client,
     Sidecar,
     Upstream,
+    answer_with,
     chunk,
     get,
     new_keys,
@@ -54,15 +55,6 @@ def engine(seen):
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         body = json.dumps({"object": "chat.completion", "choices": [choice]}).encode()
         seen.reply(answer_with(body))
-
-
-def answer_with(body, status=b"200 OK", kind=b"application/json"):
-    return b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
-        status,
-        kind,
-        len(body),
-        body,
-    )
 
 
 def events():

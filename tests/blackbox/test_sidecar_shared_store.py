@@ -1,11 +1,10 @@
 """Replicas that share one audience: one envelope is taken once among them, or not at all."""
 
-import json
 import time
 
 import pytest
 
-from tests.blackbox.channel import now_ms
+from tests.blackbox.channel import ask, counted, now_ms, refused
 from tests.blackbox.harness import Client, Sidecar, get, new_keys, until
 from tests.blackbox.redis_server import RedisServer, needs_redis
 
@@ -60,11 +59,6 @@ def replicas(tmp_path_factory, backend, keys, store):
         yield one, two
 
 
-def ask(sidecar, data):
-    with Client(sidecar.sealed) as client:
-        return client.send(data).answer()
-
-
 def at_once(sealed, ports):
     """Send one envelope to each port, all but its last byte first; return the answers."""
     clients = [Client(port) for port in ports]
@@ -77,14 +71,6 @@ def at_once(sealed, ports):
     finally:
         for client in clients:
             client.close()
-
-
-def counted(sidecar, reason):
-    return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
-
-
-def refused(answer):
-    return answer.status, json.loads(answer.body)["error"]["code"]
 
 
 @pytest.mark.parametrize("sign", [False, True])

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.client import Sm4Transport
 from proxy.sm4 import sm2
-from tests.blackbox.channel import Channel
+from tests.blackbox.channel import Channel, ask, counted, refused
 from tests.blackbox.harness import Client, Sidecar, new_keys, until
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a secret question"}]}'
@@ -34,19 +34,6 @@ def sidecar(tmp_path_factory, backend, keys):
         ENVELOPE_SIGNATURE_QUEUE=MANY,
     ) as sidecar:
         yield sidecar
-
-
-def ask(sidecar, data):
-    with Client(sidecar.sealed) as client:
-        return client.send(data).answer()
-
-
-def counted(sidecar, reason):
-    return sidecar.metric("tongguan_proxy_envelope_failures_total", reason=reason)
-
-
-def refused(answer):
-    return answer.status, json.loads(answer.body)["error"]["code"]
 
 
 @pytest.mark.parametrize("body", [CHAT, LARGE])
