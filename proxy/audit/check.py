@@ -16,6 +16,7 @@ from proxy.audit.chain import ZERO_MAC, follows
 from proxy.audit.findings import INFORMATION, NO_EVIDENCE, Evidence, Finding, Place, hashed
 from proxy.audit.ids import IDS_LIMIT, entry_bytes
 from proxy.audit.note import Keyset
+from proxy.audit.opens import Opens
 from proxy.audit.plain import Before, Taken, take
 from proxy.audit.reader import Fault, Line, parse_line
 from proxy.audit.signed import Expected, SignedCheck
@@ -88,6 +89,7 @@ class ChainCheck:
         self.genesis: dict[str, Any] = {}
         self.last_wall_ns = 0
         self.ids = Ids()
+        self.opens = Opens()
         self.heartbeat_ns = 0
         self.flawed = False
         self._outside = outside or Outside()
@@ -124,6 +126,7 @@ class ChainCheck:
             "unknown": sorted(self._unknown_keys),
             "place": list(self.start_place),
             "pruned": self.pruned[:],
+            "opens": self.opens.state(),
         }
         return {name: getattr(self, name) for name in _STATE} | more
 
@@ -135,6 +138,7 @@ class ChainCheck:
         self._macs = None if state["macs"] is None else set(state["macs"])
         self._unknown_keys = set(state["unknown"])
         self.start_place = Place(*state["place"])
+        self.opens.restore(state.get("opens", [0, []]))
 
     def find(
         self, cls: str, seq: int, place: Place, note: str, evidence: Evidence = NO_EVIDENCE
@@ -185,12 +189,14 @@ class ChainCheck:
         if taken.records:
             self._went_on(taken)
             self.signed.add_leaves(taken.leaves)
+            if self.opens:
+                self.opens.take_requests(data, start, taken.end)
         return taken.end
 
     def feed_run(self, run: Run) -> bool:
         """Take what another process made of these lines, if that is what they are from here on."""
         before = self._plain_before()
-        if before is None or before != run.before:
+        if before is None or before != run.before or self.opens:
             return False
         mac = None if self._keys is None else self._keys.hmac(before.key_id, before.origin)
         if self._keys is not None and mac is None and before.key_id not in self._unknown_keys:
@@ -364,6 +370,8 @@ class ChainCheck:
             self.heartbeat_ns = max(0, record["heartbeat_s"]) * 10**9
         elif kind == "rotate":
             self._check_rotate(line, seq, place)
+        elif kind in ("open", "request"):
+            self.opens.take(record, seq, place)
         elif kind == "pruned":
             self.pruned.append((str(record.get("of_origin", self.origin)), record["upto"]))
         if kind in ("segment_end", "closed"):

@@ -100,11 +100,33 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """What speaks against nothing and is worth knowing: a request that began and has no end."""
+
+    origin: str
+    seq: int
+    place: Place
+    trace_id: str
+
+    def public(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "what": "unfinished",
+            "origin": self.origin,
+            "seq": self.seq,
+            "file": printable(self.place.file),
+            "offset": self.place.offset,
+            "trace_id": self.trace_id,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class ChainEnd:
     """One chain as it was seen: `end` is closed, sealed, open, truncated or unknown.
 
     `signed_to` and `witnessed_to` are the last seq that is, -1 for none; `signers` says whose keys
-    that was checked with: pinned, declared (by the chain itself) or none.
+    that was checked with: pinned, declared (by the chain itself) or none. `unfinished` is how many
+    requests it says were begun and not how they ended, 0 for a chain that goes on.
     """
 
     dir: str
@@ -114,6 +136,7 @@ class ChainEnd:
     signed_to: int = -1
     witnessed_to: int = -1
     signers: str = "none"
+    unfinished: int = 0
 
     def public(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -126,6 +149,7 @@ class ChainEnd:
             "signed_to": _or_null(self.signed_to),
             "witnessed_to": _or_null(self.witnessed_to),
             "signers": self.signers,
+            "unfinished": self.unfinished,
         }
 
 
@@ -142,6 +166,7 @@ class Result:
     omitted: int = 0
     chains: list[ChainEnd] = field(default_factory=list)
     records: int = 0
+    notices: list[Notice] = field(default_factory=list)
     _first: tuple[tuple[bool, int, int], Finding] | None = None
 
     def add(self, finding: Finding) -> None:
@@ -183,6 +208,7 @@ class Result:
             "seq": first.seq if first else None,
             "findings": [finding.public() for finding in ordered],
             "findings_omitted": self.omitted,
+            "notices": [notice.public() for notice in self.notices],
             "mac_checked": self.mac_checked,
             "signed_to": _or_null(newest.signed_to) if newest else None,
             "witnessed_to": _or_null(newest.witnessed_to) if newest else None,

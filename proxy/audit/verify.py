@@ -8,6 +8,7 @@ read ahead (they stand behind genesis); what they declare is checked like everyt
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,16 @@ from proxy.audit.across import Directory, Seen, check_across
 from proxy.audit.ahead import Ahead, Segment
 from proxy.audit.chain import LINE_BYTES
 from proxy.audit.check import HEARTBEAT_TOLERANCE, ChainCheck, Outside, quiet_ns
-from proxy.audit.findings import ChainEnd, Evidence, Finding, Place, Result, hashed
+from proxy.audit.findings import (
+    FINDINGS_KEPT,
+    ChainEnd,
+    Evidence,
+    Finding,
+    Notice,
+    Place,
+    Result,
+    hashed,
+)
 from proxy.audit.layout import chain_dirs, first_seq_of, is_locked, open_regular, segments
 from proxy.audit.note import Keyset
 from proxy.audit.pruned import Kept, kept_in
@@ -176,6 +186,11 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
     except OSError as problem:
         check.find("io_error", check.next_seq, _place_of(problem, chain, place), _reason(problem))
         end = "unknown"
+    if end != "open":
+        for trace_id, seq, at in itertools.islice(
+            check.opens, max(0, FINDINGS_KEPT - len(run.result.notices))
+        ):
+            run.result.notices.append(Notice(check.origin, seq, at, trace_id))
     signed = check.signed
     run.result.chains.append(
         ChainEnd(
@@ -186,6 +201,7 @@ def _check_chain(run: _Run, chain: Path, index: int) -> None:
             signed.signed_to,
             signed.witnessed_to,
             signed.signers,
+            len(check.opens) if end != "open" else 0,
         )
     )
     run.result.records += check.records

@@ -2,12 +2,11 @@
 """Check a tongguan audit log, or a bundle of one, with Python's standard library alone.
 
     env -i python3 -I -S verify.py DIR [--keys FILE]...
-
 DIR holds chains (`<start ns>-<8 hex>/<first seq>.log`) or is an extracted bundle. FILE is
 auditor.json (MACs are checked too) or public keys, one a line; without it the log's own keys are
-taken: it proves to be of one piece, not whose it is. A chain is lines `canonical JSON, TAB, MAC`. A
-record names the MAC of the one before (prev) and its place (seq); a `checkpoint` holds a signed
-note of the RFC 6962 tree over all lines before it (only Ed25519 signatures are checked)."""
+taken: it proves to be of one piece, not whose it is. A line is `canonical JSON, TAB, MAC`: prev is
+the MAC of the record before, seq its place; a `checkpoint` holds a signed note of the RFC 6962 tree
+over all lines before it (only Ed25519 signatures are checked)."""
 
 # fmt: off
 from __future__ import annotations
@@ -180,7 +179,8 @@ class Chain:
         self.peaks = [bytes.fromhex(peak) for peak in part.get("frontier", [])]
         self.signers = [read_key(line) for line in part.get("signers", [])]
         self.signed, self.point, self.witnessed = first - 1, first - 1, -1
-        self.genesis, self.roots, self.unknown = dict[str, Any](), dict[int, bytes](), set[str]()
+        self.genesis, self.roots = dict[str, Any](), dict[int, bytes]()
+        self.unknown, self.opens = set[str](), dict[str, int]()  # opens: begun, by trace id
     def find(self, cls: str, seq: int, note: str) -> None:
         self.log.find(cls, self.origin, seq, note, self.number)
     def feed(self, raw: bytes, first_of: int | None) -> None:
@@ -252,6 +252,8 @@ class Chain:
             if mac not in (None, record["new_key_mac"]): self.find("content_mismatch", seq, "new")
         elif kind == "pruned":
             self.log.pruned.add((record.get("of_origin", self.origin), record["upto"]))
+        elif kind == "open" and len(self.opens) < 8192: self.opens[record["trace_id"]] = seq
+        elif kind == "request": self.opens.pop(record["trace_id"], None)
         elif kind in ("segment_end", "closed"):
             self.ids, self.closed = (record["ids_sha256"], seq), kind == "closed"
     def problem_of(self, record: dict[str, Any], seq: int) -> str:
@@ -260,8 +262,7 @@ class Chain:
             if (origin, size) != (self.origin, seq) or not set(self.signers) <= good:
                 return "of another chain or size, or not signed by all"
             whole = reduce(lambda right, left: node(left, right), self.peaks[::-1])
-            if self.size != seq or root != whole:
-                return "the records before it are not the ones that were signed"
+            if self.size != seq or root != whole: return "not the root of the records before it"
             self.signed, self.point, self.first_ns, self.roots[seq] = seq - 1, seq, None, root
             if type(record.get("cosigned")) is str:
                 _, size, root, good = read_note(record["cosigned"], self.log.keys)
@@ -277,8 +278,7 @@ class Chain:
         if self.known and (self.signers or self.log.pinned) and unsigned:
             self.find("unsigned_range", max(self.signed, self.point) + 1, "too much unsigned")
         if not (self.closed or self.part.get("continues")):
-            short = tail is None or self.high <= tail["last_seq"]
-            if short: self.find("truncated", self.high, "not closed, or its successor saw more")
+            if not tail or self.high <= tail["last_seq"]: self.find("truncated", self.high, "end")
             elif last_file != tail["file"]: self.find("fork", tail["last_seq"] + 1, "longer")
 # --- The directory: chains in order of their start, then what one says of another.
 def stored(path: Path, end: int | None = None) -> Any:
@@ -367,7 +367,6 @@ class Log:
             right = right and (record["seq"], record["origin"]) == (proof["index"], origin)
         except (ValueError, KeyError, TypeError): right = False
         if not right: self.find("checkpoint_mismatch", "", number, "no proof that holds", 0)
-# --- The command.
 def main(arguments: list[str]) -> int:
     keys, seeds, paths, rest = list[Key](), dict[str, bytes](), list[Path](), iter(arguments)
     for argument in rest:
@@ -394,7 +393,8 @@ def main(arguments: list[str]) -> int:
         "findings": [dict(zip(("seq", "_", "class", "origin", "note"), f[2:], strict=True))
                      for f in sorted(log.findings)],
         "chains": [{"dir": c.name, "origin": c.origin, "records": c.records, "closed": c.closed,
-                    "signed_to": c.signed, "witnessed_to": c.witnessed} for c in log.chains]},
+                    "signed_to": c.signed, "witnessed_to": c.witnessed,
+                    "unfinished": [*c.opens.values()]} for c in log.chains]},
         indent=1) + "\n")
     return CODES[verdict]
 if __name__ == "__main__": sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from proxy.audit.views.meanings import MEANINGS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -39,9 +41,19 @@ TEXTS: dict[str, Texts] = {
         "none": "none",
         "mac_yes": "every record's MAC was checked",
         "mac_no": "MACs were not checked: no chain seeds were given",
-        "columns": ("chain", "records", "end", "signed to", "witnessed to", "public keys"),
-        "finding_columns": ("class", "seq", "origin", "file", "byte", "note"),
+        "columns": (
+            "chain",
+            "records",
+            "end",
+            "signed to",
+            "witnessed to",
+            "public keys",
+            "origin",
+        ),
+        "finding_columns": ("class", "meaning", "seq", "origin", "file", "byte", "note"),
         "made": "made",
+        "unfinished": "Requests begun, without a record of their end",
+        "notice_columns": ("seq", "trace id", "origin"),
     },
     "zh": {
         "title": "审计报告",
@@ -61,9 +73,11 @@ TEXTS: dict[str, Texts] = {
         "none": "无",
         "mac_yes": "已校验每条记录的 MAC",
         "mac_no": "未校验 MAC：没有提供链种子",
-        "columns": ("链", "记录数", "结束状态", "签名至", "见证至", "公钥"),
-        "finding_columns": ("类别", "序号", "来源", "文件", "字节", "说明"),
+        "columns": ("链", "记录数", "结束状态", "签名至", "见证至", "公钥", "来源"),
+        "finding_columns": ("类别", "含义", "序号", "来源", "文件", "字节", "说明"),
         "made": "生成于",
+        "unfinished": "已开始、但没有结束记录的请求",
+        "notice_columns": ("序号", "追踪编号", "来源"),
     },
 }
 
@@ -72,12 +86,16 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0 1.5rem}
 td,th{border:1px solid #ccc;padding:.15rem .5rem;text-align:left}
-.hours td{width:1.6rem;padding:.1rem;text-align:center;font-size:11px}
+.hours td,.hours th{padding:.1rem;text-align:center;font-size:11px}.hours td{width:1.6rem}
+th{word-break:keep-all}.hours th{white-space:nowrap}
 .ok{color:#060}.bad{color:#a00}.none{background:#f4d4d4}.none::after{content:"×"}
 td{overflow-wrap:anywhere}.hours td{overflow-wrap:normal}
+.findings td:nth-child(1),.findings td:nth-child(3),.findings td:nth-child(6),
+.chains td:nth-child(-n+6),.notices td:nth-child(-n+2){white-space:nowrap}h2{font-size:1.15rem}
+.counts{display:grid;grid-template-columns:repeat(auto-fill,minmax(15rem,1fr));gap:0 1.5rem}
 @page{margin:12mm}
 @media print{body{font-size:10pt;max-width:none;margin:0;padding:0}.none{print-color-adjust:exact}
-tr{break-inside:avoid}h2{break-after:avoid}.hours td{width:auto;font-size:7pt}}
+tr,section{break-inside:avoid}h2{break-after:avoid}.hours td,.hours th{width:auto;font-size:7pt}}
 """
 
 
@@ -94,48 +112,67 @@ def page(result: Result, stats: Stats, lang: str, now_s: int) -> str:
         f"<style>{_STYLE}</style><h1>{text['title']}</h1>",
         f"<p>{_time(stats.first_ns)} - {_time(stats.last_ns)}; {text['made']} {made}</p>",
         f'<h2>{text["verdict"]}: <span class="{shade}">{escape(result.verdict)}</span>{where}</h2>',
+        f"<p>{MEANINGS[lang][result.verdict]}</p>",
         f"<p>{text['mac_yes'] if result.mac_checked else text['mac_no']}</p>",
+        f"<h2>{text['findings']}</h2>",
+        _findings(result, text, MEANINGS[lang]),
+        f"<h2>{text['unfinished']}</h2>",
+        _unfinished(result, text),
         f"<h2>{text['chains']}</h2>",
         _table(
             text["columns"],
             (
-                (c.dir, c.records, c.end, _seq(c.signed_to), _seq(c.witnessed_to), c.signers)
+                (
+                    *(c.dir, c.records, c.end, _seq(c.signed_to), _seq(c.witnessed_to)),
+                    *(c.signers, c.origin),
+                )
                 for c in result.chains[-_ROWS_SHOWN:]
             ),
+            "chains",
         ),
         f"<h2>{text['coverage']}</h2>",
         f"<p>{len(stats.silent_hours())} {text['silent']}</p>",
         _hours(stats),
     ]
-    for name in ("classes", "outcomes", "statuses", "tokens", "rejected", "alarms"):
-        parts += [f"<h2>{text[name]}</h2>", _counts(getattr(stats, name).most_common(), text)]
-    parts += [
-        f"<h2>{text['lost']}</h2><p>{stats.lost}</p>",
-        f"<h2>{text['keys']}</h2>{_counts(stats.key_ids.most_common(), text)}",
-        f"<h2>{text['findings']}</h2>",
-        _findings(result, text),
+    blocks = [
+        (text[name], _counts(getattr(stats, name).most_common(), text))
+        for name in ("classes", "outcomes", "statuses", "tokens", "rejected", "alarms")
     ]
+    blocks.append((text["lost"], f"<p>{stats.lost}</p>"))
+    blocks.append((text["keys"], _counts(stats.key_ids.most_common(), text)))
+    sections = [f"<section><h2>{title}</h2>{block}</section>" for title, block in blocks]
+    parts.append(f'<div class="counts">{"".join(sections)}</div>')
     return "\n".join(parts) + "\n"
 
 
-def _findings(result: Result, text: Texts) -> str:
+def _findings(result: Result, text: Texts, meanings: dict[str, str]) -> str:
     rows = result.public()["findings"][:_ROWS_SHOWN]
     if not rows:
         return f"<p>{text['none']}</p>"
-    names = ("class", "seq", "origin", "file", "offset", "note")
-    return _table(text["finding_columns"], ([row[name] for name in names] for row in rows))
+    names = ("seq", "origin", "file", "offset", "note")
+    cells = ((row["class"], meanings[row["class"]], *(row[name] for name in names)) for row in rows)
+    return _table(text["finding_columns"], cells, "findings")
+
+
+def _unfinished(result: Result, text: Texts) -> str:
+    count = sum(chain.unfinished for chain in result.chains)
+    if not count:
+        return f"<p>{text['none']}</p>"
+    rows = ((row.seq, row.trace_id, row.origin) for row in result.notices[:_ROWS_SHOWN])
+    return f"<p>{count}</p>{_table(text['notice_columns'], rows, 'notices')}"
 
 
 def _counts(rows: list[tuple[str, int]], text: Texts) -> str:
     return _table((), rows[:_ROWS_SHOWN]) if rows else f"<p>{text['none']}</p>"
 
 
-def _table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+def _table(columns: Iterable[object], rows: Iterable[Iterable[object]], name: str = "") -> str:
     head = "".join(f"<th>{escape(str(name))}</th>" for name in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+    named = f' class="{name}"' if name else ""
+    return f"<table{named}>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
 def _hours(stats: Stats) -> str:

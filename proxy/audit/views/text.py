@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _SHOWN_FINDINGS = 20
 _SHOWN_CHAINS = 20
+_SHOWN = 5
 
 
 def print_result(result: Result, key_files: tuple[Path, ...]) -> None:
@@ -30,6 +31,11 @@ def print_result(result: Result, key_files: tuple[Path, ...]) -> None:
     for chain in result.chains[-_SHOWN_CHAINS:]:
         records = counted(chain.records, "record")
         click.echo(f"  chain {chain.dir}: {records}, {chain.end}{_signed(chain)}")
+        if chain.unfinished:
+            begun = counted(chain.unfinished, "request")
+            click.echo(f"    {begun} begun, and no record of the end: its process ended first")
+            for notice in [row for row in result.notices if row.origin == chain.origin][:_SHOWN]:
+                click.echo(f"      seq {notice.seq}, trace id {notice.trace_id}")
     if len(result.chains) > _SHOWN_CHAINS:
         click.echo(f"  (the last {_SHOWN_CHAINS} chains are shown; --json gives all)")
     for finding in public["findings"][:_SHOWN_FINDINGS]:
