@@ -1,10 +1,10 @@
 """How the CPU's worker threads wait for each other.
 
-A step is some 300 short parallel regions. GNU OpenMP lets a waiting thread spin for milliseconds,
-which is right on an idle machine. With another busy process on two cores the spinning thread keeps
-its own peer from running: a step of 25 ms was measured at 300 to 1,300 ms. This spin is as long as
-the gaps between the regions, some 90 us: an idle machine loses nothing, a busy one little
-(docs/engine.md).
+A step that goes layer by layer is some 300 short parallel regions. GNU OpenMP lets a waiting thread
+spin for milliseconds, which is right on an idle machine. With another busy process on two cores the
+spinning thread keeps its own peer from running: a step of 25 ms was measured at 300 to 1,300 ms.
+This spin is as long as the gaps between the regions, some 90 us: an idle machine loses nothing, a
+busy one little (docs/engine.md).
 """
 
 from __future__ import annotations

@@ -168,6 +168,19 @@ def test_any_number_of_threads_gives_the_same_bits():
         assert np.array_equal(first, again)
 
 
+def test_a_token_has_the_same_bits_whatever_it_is_computed_with():
+    made = Layers(Shape(bias=True), seed=8)
+    x = np.random.default_rng(9).normal(0, 1, (23, 64)).astype(np.float32)
+    tables = list(range(10))
+    whole = made.step(x, range(23), [0] * 23, tables, made.cache())
+    for size in (1, 2, 3, 7):
+        kv, pieces = made.cache(), []
+        for start in range(0, 23, size):
+            some = range(start, min(start + size, 23))
+            pieces.append(made.step(x[some], some, [0] * len(some), tables, kv))
+        assert np.array_equal(np.concatenate(pieces), whole), size
+
+
 def test_scores_far_apart_stay_finite_and_what_is_not_finite_is_not_hidden():
     made = Layers(Shape(layers=1), seed=6)
     x = np.full((1, 64), 1e4, np.float32)

@@ -82,6 +82,18 @@ def test_blocks_of_x_of_any_size_and_what_is_not_finite():
         assert finite.tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("small", [False, True])
+def test_a_row_has_the_same_bits_whatever_it_is_multiplied_with(small):
+    rng = np.random.default_rng(8)
+    packed = kit.matrix(rng, 11, 192, 32)
+    matrix = cpu.four_bits(packed) if small else cpu.halves(floats(packed).astype(np.float16))
+    x = rows_of_x(rng, 45, 192)
+    whole = linear(matrix, x)
+    for m in (1, 2, 3, 4, 7, 8, 31):
+        pieces = [linear(matrix, x[at : at + m].copy()) for at in range(0, 45, m)]
+        assert np.array_equal(np.concatenate(pieces), whole), m
+
+
 def test_halves_at_every_count_of_rows():
     rng = np.random.default_rng(1)
     for rows, k in ((1, 32), (6, 64), (11, 576)):
