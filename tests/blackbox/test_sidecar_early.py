@@ -15,6 +15,7 @@ from tests.blackbox.harness import (
     chunk,
     ok,
     post,
+    until,
 )
 
 CHAT = b'{"model":"m"}'
@@ -120,26 +121,39 @@ def test_connection_of_an_early_answer_is_not_used_for_another_request(sidecar, 
         assert upstream.last().wire is not half_used
 
 
+def sized(seen):
+    """Answer early with as many bytes as the path says."""
+    size = int(seen.line.split(b" ")[1][1:])
+    seen.wire.take(1000)
+    seen.wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"z" * size)
+    seen.wire.ended()
+    seen.wire.close()
+
+
+def early_and_unread(sidecar, size):
+    """Return a client that asked for so many bytes and reads none."""
+    client = sidecar.client(receive_buffer=4096)
+    head = CHUNKED.replace(b"POST /", b"POST /%d" % size)
+    return client.send(head, chunk(b"x" * (STREAMED + 2000)))
+
+
 def test_early_answer_to_a_slow_reader_is_not_cut_when_the_discard_ends(sidecar, upstream):
-    body = b"z" * (4 * MIB)
-
-    def script(seen):
-        seen.wire.take(1000)
-        seen.wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
-        seen.wire.ended()
-        seen.wire.close()
-
-    upstream.answering(script)
-    with sidecar.client(receive_buffer=65536) as client:
-        client.send(CHUNKED, chunk(b"x" * (STREAMED + 2000)))
-        client.head()
-        taken = len(client.buffer)
-        client.buffer = b""
-        while taken < len(body):
-            data = client.sock.recv(20_000)
-            assert data, f"cut after {taken} bytes"
-            taken += len(data)
-            time.sleep(0.01)
+    upstream.answering(sized)
+    least, most = 0, 8 * MIB
+    while most - least > 16 << 10:  # how much the kernel and we take for one who does not read
+        size = (least + most) // 2
+        seen = len(upstream.seen)
+        with early_and_unread(sidecar, size) as client:
+            until(lambda seen=seen: len(upstream.seen) > seen, "the request")
+            time.sleep(0.2)
+            taken = sidecar.metric("tongguan_proxy_pool_inflight") == 0
+        least, most = (size, most) if taken else (least, size)
+        assert sidecar.idle()
+    # Of this answer the end waits in our buffer.
+    before = hits(sidecar, "timeouts.discard_s")
+    with early_and_unread(sidecar, least - (24 << 10)) as client:
+        until(lambda: hits(sidecar, "timeouts.discard_s") > before, "the end of the discard")
+        assert client.answer().body == b"z" * (least - (24 << 10))
         assert client.rest() == (b"", True)
 
 
