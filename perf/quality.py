@@ -62,17 +62,22 @@ def reading_of(path: Path, texts: Sequence[list[list[int]]], *, small: bool) -> 
     ]
 
 
-def measure(model: Path, work: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the figures, and the output errors of the products at group 128."""
+def measure(
+    model: Path, work: Path, windows: int | None = None
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the figures, and the output errors of the products at group 128.
+
+    `windows`: read so many of each text at most, None: all of the held-out one.
+    """
     from agent.engine import compact, reading
     from agent.engine.convert import Options, convert
     from agent.engine.opened import opened
 
     small = compact.AVAILABLE
     with opened(model) as found:
-        held = reading.windows(found.tokenizer, reading.shipped("held_out"))
+        held = reading.windows(found.tokenizer, reading.shipped("held_out"), limit=windows)
         papers = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
-        docs = reading.windows(found.tokenizer, papers, limit=DOC_WINDOWS)
+        docs = reading.windows(found.tokenizer, papers, limit=windows or DOC_WINDOWS)
 
     def say(phase: str) -> None:
         print(phase, file=sys.stderr, flush=True)
@@ -125,6 +130,7 @@ def main() -> int:
 
     if options.threads:
         torch.set_num_threads(options.threads)
+    facts = machine.facts()  # the commit that is measured, not one that was made meanwhile
     try:
         model = options.model or default_model()
         with tempfile.TemporaryDirectory() as work:
@@ -135,7 +141,7 @@ def main() -> int:
     figures = {name: round(value, 5) for name, value in figures.items()}
     lines = missed(figures)
     result: dict[str, Any] = {
-        "machine": machine.facts() | {"torch": importlib.metadata.version("torch")},
+        "machine": facts | {"torch": importlib.metadata.version("torch")},
         "model": model.name,
         "figures": figures,
         "output_errors": errors,

@@ -97,7 +97,12 @@ class Unfinished:
     def shard(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write a safetensors file, whole or not at all."""
         with self._place(name) as path:
-            save_file(dict(tensors), path, metadata={"format": "pt"})
+            try:
+                save_file(dict(tensors), path, metadata={"format": "pt"})
+            except SafetensorError as problem:  # what the library makes of a full disk
+                raise FolderError(
+                    f"cannot write {self.folder / name}: {problem}; repeat the command to go on"
+                ) from None
 
     @contextlib.contextmanager
     def _place(self, name: str) -> Any:
