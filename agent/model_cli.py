@@ -243,9 +243,9 @@ def plan(
 
         try:
             own = text_path.read_text(encoding="utf-8") if text_path else None
-            text = reading.shipped("calibration") if own is None else own
+            texts = reading.shipped("calibration") if own is None else [own]
             with opened(_source(source)) as found:
-                table = measure(found, text, width, Progress())
+                table = measure(found, texts, width, Progress())
         except EngineError as problem:
             _fail(problem)
         except OSError as problem:

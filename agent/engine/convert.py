@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from agent.engine.spec import ModelSpec
 
 # Windows of calibration: beyond some thousand tokens the choice of codes hardly changes.
-CALIBRATION_WINDOWS: Final = 8
-# Windows of the held-out text: all of it with the default model's tokenizer, 12,264 scored tokens.
-WINDOWS: Final = 24
+CALIBRATION_WINDOWS: Final = 12
+# Windows of the held-out texts: with the default model's tokenizer 9,198 scored tokens.
+WINDOWS: Final = 18
 ROLES: Final = {
     "qkv": ("q", "k", "v"), "out": ("o",), "gate_up": ("gate", "up"), "down": ("down",),
 }  # fmt: skip
@@ -53,8 +53,8 @@ class Options:
     """How to convert.
 
     `plan` None: the default one at `group`. `plain`: codes by the weights' own squared error, no
-    calibration text. `text`: a calibration text of the user's, None: the shipped one. `windows`: at
-    most so many of the held-out text are read; 0: no report.
+    calibration text. `text`: a calibration text of the user's, None: the shipped ones. `windows`:
+    at most so many of the held-out texts are read; 0: no report.
     """
 
     group: int = 128
@@ -102,7 +102,7 @@ def convert(
         plan = options.plan or default(spec.layers, options.group)
         if plan.layers != spec.layers:
             raise ValueError(f"the plan has {plan.layers} layers, the model {spec.layers}")
-        text = reading.shipped("calibration") if options.text is None else options.text
+        texts = reading.shipped("calibration") if options.text is None else [options.text]
         room(out, _size(spec, plan))
         facts: dict[str, Any] = {
             "version": 1,
@@ -111,7 +111,7 @@ def convert(
             "codes": "plain" if options.plain else "calibrated",
             "calibration": None
             if options.plain
-            else quality.text_facts(text, own=options.text is not None),
+            else quality.text_facts(texts, own=options.text is not None),
         }
         held = []
         if options.windows:
@@ -120,7 +120,7 @@ def convert(
             )
         calibration = []
         if not options.plain:
-            calibration = reading.windows(model.tokenizer, text, limit=CALIBRATION_WINDOWS)
+            calibration = reading.windows(model.tokenizer, texts, limit=CALIBRATION_WINDOWS)
         with Unfinished(out, facts) as folder:
             step = _Step(model, plan, options.plain)
             loss, errors = _pass(step, folder, calibration, held, report)

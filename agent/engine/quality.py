@@ -9,6 +9,8 @@ from agent.engine import reading
 from agent.engine.precision import OPERATORS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from agent.engine.precision import Plan
 
 
@@ -52,7 +54,7 @@ def text_of(quality: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def text_facts(text: str, *, own: bool) -> dict[str, Any]:
+def text_facts(texts: Sequence[str], *, own: bool) -> dict[str, Any]:
     """Return which text it was: shipped, or the user's own, whose name is left out."""
-    digest_of = hashlib.sha256(text.encode()).hexdigest()
+    digest_of = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     return {"from": "a file" if own else "shipped", "sha256": digest_of}

@@ -8,6 +8,7 @@ Memory: one window's rows in each layer, and logits of 64 rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from importlib import resources
 from typing import TYPE_CHECKING, Final, Literal
@@ -25,26 +26,35 @@ if TYPE_CHECKING:
     from agent.engine.weights import LayerWeights, Weight, Weights
 
 WINDOW: Final = 512
+# A novel, and a manual of today: what is chosen on one kind alone costs dearly on the other.
+KINDS: Final = ("novel", "manual")
 _LOGIT_ROWS: Final = 64
 # A product's name and the rows that go into it.
 Seen = "Callable[[str, torch.Tensor], None]"
 
 
-def shipped(part: Literal["calibration", "held_out"]) -> str:
-    """Return the shipped text of a part; the two come from different books (agent/texts/NOTICE)."""
-    return (resources.files("agent") / "texts" / f"{part}.txt").read_text(encoding="utf-8")
+def shipped(part: Literal["calibration", "held_out"]) -> list[str]:
+    """Return the shipped texts of a part, one of each of `KINDS` (agent/texts/NOTICE)."""
+    folder = resources.files("agent") / "texts"
+    return [(folder / f"{part}-{kind}.txt").read_text(encoding="utf-8") for kind in KINDS]
 
 
-def windows(tokenizer: Tokenizer, text: str, *, limit: int | None = None) -> list[list[int]]:
-    """Return the text's whole windows of tokens; `limit` of them at most.
+def windows(
+    tokenizer: Tokenizer, texts: Sequence[str], *, limit: int | None = None
+) -> list[list[int]]:
+    """Return the texts' whole windows of tokens, in turn one of each; `limit` of them at most.
 
     A text shorter than a window is one window; raises ValueError for one of less than two tokens.
     """
-    ids = tokenizer.encode(text)
-    if len(ids) < 2:
-        raise ValueError("the text has less than two tokens")
-    whole = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)] or [ids]
-    return whole[:limit]
+    columns = []
+    for text in texts:
+        ids = tokenizer.encode(text)
+        if len(ids) < 2:
+            raise ValueError("the text has less than two tokens")
+        ends = range(WINDOW, len(ids) + 1, WINDOW)
+        columns.append([ids[end - WINDOW : end] for end in ends] or [ids])
+    turns = itertools.zip_longest(*columns)
+    return [window for turn in turns for window in turn if window is not None][:limit]
 
 
 def product(weight: Weight, x: torch.Tensor) -> torch.Tensor:

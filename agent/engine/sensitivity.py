@@ -22,7 +22,7 @@ from agent.engine.weights import load_weights
 from kernels import calibrated, quant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from agent.engine.opened import Opened
     from agent.engine.weights import LayerWeights
@@ -32,16 +32,16 @@ JUDGE_WINDOWS: Final = 2
 
 
 def measure(
-    model: Opened, text: str, group: int, report: Callable[[str, float], None]
+    model: Opened, texts: Sequence[str], group: int, report: Callable[[str, float], None]
 ) -> list[Sensitivity]:
-    """Return the table of a model; `text` calibrates, its last windows judge.
+    """Return the table of a model; `texts` calibrate, their last windows judge.
 
-    Raises `ModelFileError` for the model, ValueError for a text of less than two windows.
+    Raises `ModelFileError` for the model, ValueError for texts of less than two windows.
     """
     report("reading the model", 0.0)
     cpu = torch.device("cpu")
     weights = load_weights(model.spec, model.source, torch.float32, cpu, lambda _share: None)
-    parts = reading.windows(model.tokenizer, text, limit=CALIBRATION_WINDOWS + JUDGE_WINDOWS)
+    parts = reading.windows(model.tokenizer, texts, limit=CALIBRATION_WINDOWS + JUDGE_WINDOWS)
     if len(parts) < 2:
         raise ValueError(f"the text has less than two windows of {reading.WINDOW} tokens")
     judges = parts[-JUDGE_WINDOWS:] if len(parts) > JUDGE_WINDOWS else parts[-1:]

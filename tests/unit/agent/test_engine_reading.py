@@ -71,19 +71,28 @@ def test_each_product_shows_what_goes_into_it(tmp_path):
 
 def test_windows_are_whole_and_scored_but_for_their_first_token(tmp_path):
     _, tokenizer, _ = loaded(kit.write_folder(tmp_path, kit.tensors(3)))
-    parts = reading.windows(tokenizer, "x" * 1_300)
+    parts = reading.windows(tokenizer, ["x" * 1_300])
     assert [len(part) for part in parts] == [512, 512]
     assert reading.scored(parts) == 1_022
-    assert len(reading.windows(tokenizer, "x" * 1_300, limit=1)) == 1
-    assert [len(part) for part in reading.windows(tokenizer, "xyz")] == [3]
+    assert len(reading.windows(tokenizer, ["x" * 1_300], limit=1)) == 1
+    assert [len(part) for part in reading.windows(tokenizer, ["xyz"])] == [3]
     with pytest.raises(ValueError, match="two tokens"):
-        reading.windows(tokenizer, "x")
+        reading.windows(tokenizer, ["x"])
+
+
+def test_texts_take_turns(tmp_path):
+    _, tokenizer, _ = loaded(kit.write_folder(tmp_path, kit.tensors(3)))
+    first, second = "x" * 1_100, "y" * 512
+    parts = reading.windows(tokenizer, [first, second])
+    x, y = tokenizer.encode("x"), tokenizer.encode("y")
+    assert [part[:1] for part in parts] == [x, y, x]
 
 
 def test_the_shipped_texts_have_nothing_in_common():
     held, calibration = reading.shipped("held_out"), reading.shipped("calibration")
-    sentences = {s for s in calibration.split(". ") if len(s) > 40}
+    assert len(held) == len(calibration) == len(reading.KINDS)
+    sentences = {s for text in calibration for s in text.split(". ") if len(s) > 40}
     assert len(sentences) > 100
-    assert not sentences & set(held.split(". "))
-    # 8,192 tokens of a tokenizer with at most six characters a token.
-    assert len(held) > 6 * 8_192
+    assert not sentences & {s for text in held for s in text.split(". ")}
+    # 8,192 tokens of a tokenizer with at most five characters a token.
+    assert sum(map(len, held)) > 5 * 8_192

@@ -31,7 +31,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def table(path):
     with opened(path) as model:
-        return sensitivity.measure(model, TEXT, 64, silent)
+        return sensitivity.measure(model, [TEXT], 64, silent)
 
 
 def test_every_product_of_every_layer_is_there(table):
@@ -51,7 +51,7 @@ def test_a_row_is_what_reading_the_changed_model_from_the_start_says(path, table
     spec, tokenizer, weights = read_model(
         path, torch.float32, torch.device("cpu"), lambda _share: None, small=False
     )
-    parts = reading.windows(tokenizer, TEXT)
+    parts = reading.windows(tokenizer, [TEXT])
     judges, teachers = parts[-2:], parts[:-2]
     reader = reading.Reader(spec, weights)
     old = getattr(weights.layers[layer], operator)
@@ -78,7 +78,7 @@ def test_a_row_is_what_reading_the_changed_model_from_the_start_says(path, table
 
 def test_a_text_of_one_window_judges_nothing(path):
     with opened(path) as model, pytest.raises(ValueError, match="two windows"):
-        sensitivity.measure(model, "short", 64, silent)
+        sensitivity.measure(model, ["short"], 64, silent)
 
 
 def test_a_table_survives_json_and_shows_what_was_chosen(table):

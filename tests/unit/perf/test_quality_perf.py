@@ -32,10 +32,11 @@ def test_a_gate_that_is_missed_is_named(name, value):
 
 def test_all_figures_come_from_a_real_run(tmp_path):
     path = kit.write_gguf(tmp_path / "m.gguf", kit.tensors(2), kind="Q4_1")
-    figures, errors = quality.measure(path, tmp_path, windows=3)
+    figures, errors = quality.measure(path, tmp_path, windows=4)
     assert set(quality.GATES) <= set(figures)
-    assert figures["scored_tokens"] == 3 * 511
+    assert figures["scored_tokens"] == 4 * 511
     assert figures["own_group_ratio"] == pytest.approx(1.0, abs=0.002)
     assert figures["default_ratio"] == pytest.approx(1.0, abs=0.002)
     assert figures["group_128_ratio"] != 1.0
+    assert all(f"group_128_ratio_{kind}" in figures for kind in ("novel", "manual"))
     assert len(errors) == 2 * kit.LAYERS
