@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import getopt
 import logging
 import os
 import sys
@@ -17,21 +17,41 @@ if TYPE_CHECKING:
     from proxy.workers import Worker
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
+_OPTIONS = ["help", "config="]
 
 HELP = """\
+usage: python -m proxy [--config PATH]
+
 Run the sidecar: plaintext on 14080, SM4 envelopes on 14081, probes and metrics on 14090.
 Settings come from --config (a tongguan.toml, or a directory that holds one) and from TONGGUAN_…
 variables, which win. Exit codes: 0 drained, 1 failed, 2 bad settings, 3 a port, key file or
-directory cannot be used."""
+directory cannot be used.
+
+  -h, --help     say this
+  --config PATH  settings file, or a directory of it
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments, load settings, run; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m proxy", description=HELP)
-    parser.add_argument("--config", metavar="PATH", help="settings file, or a directory of it")
-    arguments = parser.parse_args(argv)
+    # Not argparse: what it loads to measure a terminal is a thirtieth of this process.
+    options: list[tuple[str, str]] = []
+    wrong = ""
     try:
-        settings = read(arguments.config, os.environ)
+        options, rest = getopt.getopt(sys.argv[1:] if argv is None else argv, "h", _OPTIONS)
+        wrong = f"no arguments are taken: {rest[0]}" if rest else ""
+    except getopt.GetoptError as problem:
+        wrong = str(problem)
+    if wrong:
+        print(f"tongguan sidecar: {wrong}; see --help", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    chosen = dict(options)
+    if "-h" in chosen or "--help" in chosen:
+        print(HELP, end="")  # noqa: T201
+        return EXIT_OK
+    path = chosen.get("--config")
+    try:
+        settings = read(path, os.environ)
     except SettingsError as problem:
         for line in problem.problems:
             print(f"tongguan sidecar: {line}", file=sys.stderr)  # noqa: T201 - before logging
@@ -42,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         stream=sys.stderr,
     )
     if settings.workers == 1:
-        return serve(settings, arguments.config)
+        return serve(settings, path)
     from proxy.supervisor import supervise  # noqa: PLC0415 - only with several workers
 
     # Forks here, where nothing has threads, sockets or keys yet; each worker returns as itself.
@@ -51,14 +71,15 @@ def main(argv: list[str] | None = None) -> int:
         return found
     from proxy.reload import newest  # noqa: PLC0415 - see above
 
-    settings = newest(arguments.config, os.environ, settings)
-    return serve(settings, arguments.config, found)
+    settings = newest(path, os.environ, settings)
+    return serve(settings, path, found)
 
 
 def serve(settings: Settings, path: str | None, worker: Worker | None = None) -> int:
     """Run a sidecar until a signal; return the exit code."""
     import uvloop  # noqa: PLC0415 - `--help` has no use for it
 
+    _load_msgspec()
     from proxy.lifecycle import Sidecar  # noqa: PLC0415
     from proxy.reload import Source  # noqa: PLC0415
 
@@ -80,6 +101,18 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
     finally:
         loop.close()
     return EXIT_OK
+
+
+def _load_msgspec() -> None:
+    """Load it without typing_extensions, of which this Python's own typing has what it takes."""
+    name = "typing_extensions"
+    if name in sys.modules:
+        return
+    sys.modules[name] = None  # type: ignore[assignment] # as if it were not installed
+    try:
+        import msgspec  # noqa: F401, PLC0415
+    finally:
+        del sys.modules[name]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ outlives them: a request keeps the context it began with, the next one takes the
 from __future__ import annotations
 
 import logging
-import random
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -150,7 +150,6 @@ class Context:
         self.alarms = Alarms()
         self.lately_taken = LatelyTaken()
         # Span ids have to be unlike each other, not secret; seeded once by the system.
-        self._bits = random.Random(random.SystemRandom().getrandbits(256)).getrandbits  # noqa: S311
         self.blocks_on_audit = settings.audit.on_failure == "block"
         self.own_tenant = settings.identity.tenant
         self.gateways = tuple(network(text) for text in settings.identity.gateways)
@@ -301,7 +300,7 @@ class Context:
         """Keep a valid traceparent, else make one."""
         if came is not None and trace.valid(came):
             return came
-        return trace.make(self._bits(192), self.sampled_below)
+        return trace.make(int.from_bytes(os.urandom(24)), self.sampled_below)
 
     def audit_blocked(self) -> bool:
         """Say whether policy refuses requests because no record can be written."""

@@ -30,6 +30,7 @@ from proxy.sealing import all_keys, drop_expired, let_seal
 from proxy.server import Downstream
 from proxy.settings import SettingsError, StartError, one_line
 from proxy.sm4.cipher import choose_tier, tier
+from proxy.sockets import bound
 from proxy.starting import (
     config_digest,
     start_audit,
@@ -192,15 +193,17 @@ class Sidecar:
             # One by its methods; as a subclass it could not be compiled to a native class.
             return cast("asyncio.Protocol", Downstream(context.current.context, door))
 
+        factory = made if tls is None else lambda: tls.wrap(made)
+        backlog = self._settings.doors.backlog
+        create = self._loop.create_server
         try:
-            server = await self._loop.create_server(
-                made if tls is None else lambda: tls.wrap(made),
-                host,
-                port,
-                backlog=self._settings.doors.backlog,
-                reuse_address=True,
-                reuse_port=shared,
-            )
+            sock = bound(host, port, shared=shared)
+            if sock is not None:
+                server = await create(factory, sock=sock, backlog=backlog)
+            else:
+                server = await create(
+                    factory, host, port, backlog=backlog, reuse_address=True, reuse_port=shared
+                )
         except OSError as problem:
             raise StartError(_port_problem(f"doors.{door}", address, problem)) from None
         self._servers.append(server)

@@ -54,3 +54,28 @@ def reset(transport: asyncio.Transport) -> None:
         with contextlib.suppress(OSError):
             endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
+
+
+def bound(host: str, port: int, *, shared: bool) -> socket.socket | None:
+    """Return a socket bound to a numeric address; None: `host` is a name. Raises OSError.
+
+    `shared`: with others of SO_REUSEPORT. A loop that is given a host loads all of IDNA for it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.inet_pton(family, host)
+    except OSError:
+        return None
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as asyncio does
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -229,6 +229,22 @@ def test_help_names_the_exit_codes():
     assert b"Exit codes" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--confi"], "--config"), (["--port=1"], "--port"), (["up"], "up")]
+)
+def test_what_is_no_option_is_refused_by_name(words, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "proxy", *words],
+        env=environment(),
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (BAD_SETTINGS, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_collected_bytes_of_any_size_let_a_body_through(tmp_path, upstream):
     with (
         Sidecar(tmp_path / "s", upstream.url, LIMITS_COLLECT_BYTES=100) as sidecar,
