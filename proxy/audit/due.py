@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and how far a chain may go without one. On the loop."""
+"""When a checkpoint or a heartbeat is due, and how far a chain may go without. On the loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from proxy.audit.setup import ChainConfig
+
 # Records that may wait behind a checkpoint's worth of them before it is signed: the verifier takes
 # up to `checkpoint_records` + 256 unsigned ones at a chain's end.
 _UNSIGNED_SLACK = 192
@@ -19,24 +21,21 @@ class Due:
     """After so many records, and so many seconds after one that is not signed.
 
     `now`: at the next flush; `under_way`: what was flushed last is being signed; `seq`: of the last
-    checkpoint, -1 where there is none. A chain that nobody signs (`signed`) has none.
+    checkpoint, -1 where there is none. A chain that nobody signs has none.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        records: int,
-        seconds: float,
+        config: ChainConfig,
         call: Callable[[], None],
-        *,
-        signed: bool,
     ) -> None:
         """`call` is called when one is due by time."""
         self._loop = loop
-        self._records = records
-        self._seconds = seconds
+        self._records = config.checkpoint_records
+        self._seconds = config.checkpoint_s
+        self._signed = bool(config.signers)
         self._call = call
-        self._signed = signed
         self.now = False
         self.under_way = False
         self.seq = -1
@@ -80,3 +79,34 @@ class Due:
         self.timer = None
         self.ask()
         self._call()
+
+
+class Heartbeat:
+    """Every so many seconds without a record, by the monotonic clock."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        every_s: float,
+        quiet_s: Callable[[], float],
+        beat: Callable[[], None],
+    ) -> None:
+        """`quiet_s` says how long there was no record, `beat` is called when that is too long."""
+        self._loop = loop
+        self._every_s = every_s
+        self._quiet_s = quiet_s
+        self._beat = beat
+        self._timer: asyncio.TimerHandle | None = None
+
+    def check(self) -> None:
+        """Look, and come again when one may be due."""
+        quiet_s = self._quiet_s()
+        if quiet_s >= self._every_s:
+            self._beat()
+            quiet_s = 0.0
+        self._timer = self._loop.call_later(max(0.01, self._every_s - quiet_s), self.check)
+
+    def cancel(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()

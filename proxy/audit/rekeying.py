@@ -1,8 +1,9 @@
 """What another key set means for the audit chain: the next seed, and tenants whose keys are gone.
 
 `changes` decides; `follow` tells the chain. A provider's new chain seed is gone on to by a `rotate`
-record, so a key service turns the chain's key whenever it issues a seed. A tenant's prompt key that
-is there no more was destroyed as far as this sidecar goes: an `erased` record says which.
+record, so a key service turns the chain's key whenever it issues a seed; or whenever it says
+another word (`chain_turn`), also where the seed is the agent's. A tenant's prompt key that is there
+no more was destroyed as far as this sidecar goes: an `erased` record says which.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ _REF_HEX = 32
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`seed` is the chain seed to go on to, `erased` (tenant, key reference) of keys that went."""
+    """`seed` is the chain seed to go on to, `erased` (tenant, key reference) of keys that went.
+
+    `turn`: the chain is to go on to its next key.
+    """
 
     seed: tuple[str, bytes] | None = None
+    turn: bool = False
     erased: tuple[tuple[str, str], ...] = ()
 
 
@@ -44,7 +49,8 @@ def changes(before: KeySet | None, now: KeySet | None) -> Changes:
         for secret in before.secrets()
         if secret.name.startswith(PROMPT) and secret.name not in there
     ]
-    return Changes(seed, tuple(gone))
+    turn = now.chain_turn() not in ("", before.chain_turn())
+    return Changes(seed, turn=turn, erased=tuple(gone))
 
 
 def follow(audit: AuditWriter, found: Changes, *, own_seed: bool) -> None:
@@ -55,5 +61,6 @@ def follow(audit: AuditWriter, found: Changes, *, own_seed: bool) -> None:
         from proxy.audit import hashes  # noqa: PLC0415 - loaded by now
 
         hashes.forget_keys()
-    if found.seed is not None and own_seed:
-        audit.rotate_to(found.seed)
+    seed = found.seed if own_seed else None
+    if seed is not None or found.turn:
+        audit.rotate_to(seed)

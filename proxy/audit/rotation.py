@@ -10,8 +10,6 @@ from __future__ import annotations
 class Rotation:
     """One chain's rotations; 0 of either: not for that reason."""
 
-    __slots__ = ("_every_ns", "_every_records", "_since_ns", "_since_seq", "count", "exhausted")
-
     def __init__(self, every_records: int, every_s: int, now_ns: int) -> None:
         self._every_records = every_records
         self._every_ns = every_s * 10**9
@@ -19,11 +17,20 @@ class Rotation:
         self._since_ns = now_ns
         self.count = 0
         self.exhausted = False
+        self._asked = False
+
+    def ask(self) -> None:
+        """Let one be due as soon as it can be written."""
+        self._asked = True
+
+    def exhaust(self) -> None:
+        """Take that there is no next key."""
+        self.exhausted, self._asked = True, False
 
     def due(self, seq: int, now_ns: int) -> bool:
         """Say whether the next record, of this seq, should be a `rotate`."""
-        if self.exhausted:
-            return False
+        if self._asked or self.exhausted:
+            return self._asked
         if self._every_records and seq - self._since_seq >= self._every_records:
             return True
         return bool(self._every_ns) and now_ns - self._since_ns >= self._every_ns
@@ -31,4 +38,5 @@ class Rotation:
     def done(self, seq: int, now_ns: int) -> None:
         """Take a rotation, at this seq."""
         self._since_seq, self._since_ns = seq, now_ns
+        self._asked = False
         self.count += 1

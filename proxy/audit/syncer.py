@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # What the witness has at the end: less than the writer waits for this thread.
 FAREWELL_S = 2.0
 
+COLLECT_S = 0.1
 # Parts, and whether to sign; None: only to be written ahead.
 _Job = tuple[list["Part"], bool | None]
 
@@ -49,6 +50,8 @@ class Syncer:
         self._lock = threading.Lock()  # of the two below
         self._kept: tuple[Committed, Signed | None] | None = None
         self._wanted = False
+        self._quiet = False  # the answer of the batch that is being synced is to be collected
+        self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="audit-sync", daemon=True)
 
     def commit(self, parts: list[Part], *, sign: bool) -> tuple[Committed, Signed | None]:
@@ -75,14 +78,31 @@ class Syncer:
         write a record.
         """
         self._wanted = not quiet
+        self._quiet = quiet
+        if quiet:  # whoever comes by is first, where there are some a second
+            self._timer = self._loop.call_later(COLLECT_S, self.collect)
         self._jobs.put((parts, sign))
 
-    def collect(self) -> tuple[Committed, Signed | None] | None:
-        """Return what came of the quiet batch that was put last; None: `done` will be told."""
+    def collect(self) -> None:
+        """Have `done` told of a quiet batch: now, or, where there is no answer yet, by itself."""
+        if not self._quiet:
+            return
+        self._listen()
         with self._lock:
             kept, self._kept = self._kept, None
             self._wanted = kept is None
-        return kept
+        if kept is not None:
+            self._done(*kept)
+
+    def _listen(self) -> None:
+        self._quiet = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell(self, committed: Committed, signed: Signed | None) -> None:
+        self._listen()
+        self._done(committed, signed)
 
     def put_ahead(self, parts: list[Part]) -> None:
         """Have parts written before the batch that is put next, which answers for them too."""
@@ -110,7 +130,7 @@ class Syncer:
                     self._kept = committed, signed
                     continue
             with contextlib.suppress(RuntimeError):  # the loop is gone
-                self._loop.call_soon_threadsafe(self._done, committed, signed)
+                self._loop.call_soon_threadsafe(self._tell, committed, signed)
         self._disk.close()
         if self._tree is not None:
             self._tree.farewell(FAREWELL_S)

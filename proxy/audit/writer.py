@@ -28,7 +28,7 @@ from proxy.audit.canonical import fit
 from proxy.audit.chain import Chain
 from proxy.audit.checkpoint import Checkpointer
 from proxy.audit.disk import Process
-from proxy.audit.due import Due
+from proxy.audit.due import Due, Heartbeat
 from proxy.audit.layout import chain_name
 from proxy.audit.note import NoteError
 from proxy.audit.pending import Pending
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-COLLECT_S = 0.1
 CLOSE_S = 5.0
 
 # A start is not refused for these: the chain comes up unavailable and heals.
@@ -89,9 +88,8 @@ class AuditWriter:
         self._loop = loop
         self._gauges = gauges
         self._forks = Process.forks
-        tree = None
-        if config.signers:
-            tree = Checkpointer(config.origin, config.signers, config.witnesses)
+        rows = config.origin, config.signers, config.witnesses
+        tree = Checkpointer(*rows) if config.signers else None
         self._syncer = Syncer(chain_dir, tree, loop, self._done, config.escrow)
         self._pending = Pending(
             Chain(config.origin, config.seed_id, config.alg, config.seed),
@@ -101,17 +99,14 @@ class AuditWriter:
             segment_bytes=config.segment_bytes,
         )
         self._syncing = False
-        self._quiet = False  # the answer of the batch that is being synced is to be collected
-        records, seconds = config.checkpoint_records, config.checkpoint_s
-        self._due = Due(loop, records, seconds, self._schedule, signed=tree is not None)
+        self._due = Due(loop, config, self._schedule)
         self._waiters = Waiters(loop)
         self.on_durable: Callable[[int], None] | None = None  # told the last durable one
         self._next_seed: tuple[str, bytes] | None = None
         self._rotation = Rotation(config.rotate_records, config.rotate_s, clock.mono_ns())
         self._timer: asyncio.Handle | None = None
-        self._collector: asyncio.TimerHandle | None = None
         self._flushed_s = 0.0
-        self._heartbeat: asyncio.TimerHandle | None = None
+        self._heartbeat = Heartbeat(loop, config.heartbeat_s, self._quiet_s, self._beat)
         self._last_ns = 0
         self._available = True
         self._room = Room()
@@ -151,7 +146,7 @@ class AuditWriter:
         self._pending.hold(self._due.end())
         self._due.watch()
         self._done(committed, None)
-        self._beat()
+        self._heartbeat.check()
         return self
 
     @property
@@ -173,8 +168,7 @@ class AuditWriter:
             return
         for alarm in filter(None, [witness.alarm() for witness in self._config.witnesses]):
             self.append("alarm", {"what": alarm})
-        due = self._rotation.due(self._pending.next_seq, self._clock.mono_ns())
-        if due or self._next_seed is not None:
+        if self._rotation.due(self._pending.next_seq, self._clock.mono_ns()):
             self.rotate()
 
     @property
@@ -214,10 +208,7 @@ class AuditWriter:
     def append_requests(
         self, texts: list[RequestText], ids: list[Sequence[int] | None]
     ) -> list[int]:
-        """As `append_request` for each, all at one time; costs half as much.
-
-        One that no line holds is counted as a failure, logged, and `LOST`.
-        """
+        """As `append_request` for each, for half the cost; what no line holds is `LOST`, logged."""
         calm = self._room.calm and not self._closing and Process.forks == self._forks
         if calm and self._pending.has_room_for(len(texts)):
             wall_ns, mono_ns = self._clock.wall_ns(), self._clock.mono_ns()
@@ -243,19 +234,16 @@ class AuditWriter:
             self.stats.failures += refused
 
     def rotate(self) -> int:
-        """Go on to the next key; returns the seq of the `rotate` record.
-
-        `LOST`: there is no next key, or the chain cannot be written now; ask again. The key before
-        is erased when that record is durable.
-        """
+        """Go on to the next key; returns the `rotate` record's seq. `LOST`: not now, or none."""
         ticket = self._rotate()
         if ticket != LOST:
             self._appended()
         return ticket
 
-    def rotate_to(self, seed: tuple[str, bytes]) -> None:
-        """Go on to the first key of another seed (id, 32 bytes), as soon as that can be written."""
-        self._next_seed = seed
+    def rotate_to(self, seed: tuple[str, bytes] | None) -> None:
+        """Go on, when that can be written, to the first key of a seed (id, key); None: the next."""
+        self._next_seed = seed or self._next_seed
+        self._rotation.ask()
         self.watch()
 
     def _rotate(self) -> int:
@@ -265,7 +253,7 @@ class AuditWriter:
         ticket = self._pending.rotate(wall_ns, mono_ns, self._next_seed)
         self._next_seed = None
         if ticket is None:
-            self._rotation.exhausted = True
+            self._rotation.exhaust()
             self._add("alarm", {"what": "key_epochs_used_up: start the sidecar again"})
             return LOST
         self._rotation.done(self._pending.next_seq, mono_ns)
@@ -293,15 +281,14 @@ class AuditWriter:
     def _appended(self) -> None:
         self.stats.pending = count = len(self._pending)
         if self._syncing:
-            self.collect()
+            self._syncer.collect()
         elif self._timer is None or count >= self._config.flush_records:
             self._schedule()
 
     async def durable(self, seq: int) -> None:
         """Return when the record is on disk.
 
-        Raises `AuditUnavailableError` when it was lost or the disk fails meanwhile (the record is
-        still tried again).
+        Raises `AuditUnavailableError` when it was lost, or the disk fails (it is tried again).
         """
         if not 0 <= seq <= self._pending.durable_ticket:
             await self.when_durable(seq)
@@ -310,7 +297,7 @@ class AuditWriter:
         """As `durable`, of a record just appended, for who does not wait in a task; may cancel."""
         if seq == LOST or not self._available or self._drained is not None:
             raise AuditUnavailableError("the audit chain cannot be written now")
-        self.collect()
+        self._syncer.collect()
         future = self._waiters.durable(seq)
         if seq <= self._pending.durable_ticket:
             self._waiters.wake(self._pending.durable_ticket, failed=False)
@@ -323,13 +310,11 @@ class AuditWriter:
         if self._room.lost:
             self._add("lost", self._room.tell())
         self._closing = True
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-        in_flight, started = self._gauges()
-        self._add("closed", {"in_flight": in_flight, "started_total": started})
+        self._heartbeat.cancel()
+        self._add("closed", self._load())
         self._due.ask()
         self._drained = self._loop.create_future()
-        self.collect()
+        self._syncer.collect()
         self._flush()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -342,7 +327,6 @@ class AuditWriter:
             self._due.cancel()
             if self._timer is not None:
                 self._timer.cancel()
-                self._timer = None
             self._syncer.end()
             await self._loop.run_in_executor(None, self._syncer.join, CLOSE_S)
             self._pending.end()
@@ -362,20 +346,9 @@ class AuditWriter:
 
     # Flushing, and what comes back.
 
-    def collect(self) -> None:
-        """Take the answer of a batch that nobody waits for; where it is not there yet, it comes."""
-        if self._collector is not None:
-            self._collector.cancel()
-            self._collector = None
-        if self._quiet:
-            self._quiet = False
-            answer = self._syncer.collect()
-            if answer is not None:
-                self._done(*answer)
-
     def _schedule(self) -> None:
         if self._syncing:
-            self.collect()
+            self._syncer.collect()
             return  # what comes back from the disk starts the next flush
         if not self._available:
             return
@@ -403,10 +376,8 @@ class AuditWriter:
         if sign:
             self._pending.hold()
         waited_for = sign or self._drained is not None or not self._waiters.none
-        self._quiet = self._available and not waited_for and self.on_durable is None
-        if self._quiet:  # the next record comes first, where there are some a second
-            self._collector = self._loop.call_later(COLLECT_S, self.collect)
-        self._syncer.put(self._pending.take(), sign=sign, quiet=self._quiet)
+        quiet = self._available and not waited_for and self.on_durable is None
+        self._syncer.put(self._pending.take(), sign=sign, quiet=quiet)
 
     def _place_checkpoint(self, signed: Signed | None) -> None:
         """Chain the checkpoint that was asked for, then what was held behind it."""
@@ -432,7 +403,7 @@ class AuditWriter:
 
     def _done(self, committed: Committed, signed: Signed | None) -> None:
         """Take the result of a commit: move the durable head, then go on, retry or seal."""
-        self._syncing = self._quiet = False
+        self._syncing = False
         stats = self.stats
         self._pending.settle(committed.records)
         stats.records += committed.records
@@ -467,13 +438,13 @@ class AuditWriter:
         elif not self._drained.done():
             self._drained.set_result(None)
 
+    def _quiet_s(self) -> float:
+        return (self._clock.mono_ns() - self._last_ns) / 1e9
+
     def _beat(self) -> None:
-        """Append a heartbeat if nothing was for `heartbeat_s`, and come again when it is due."""
-        every = self._config.heartbeat_s
-        quiet = (self._clock.mono_ns() - self._last_ns) / 1e9
-        if quiet >= every and not self._closing:
-            if self._has_room():
-                in_flight, started = self._gauges()
-                self.append("heartbeat", {"in_flight": in_flight, "started_total": started})
-            quiet = 0.0
-        self._heartbeat = self._loop.call_later(max(0.01, every - quiet), self._beat)
+        if not self._closing and self._has_room():
+            self.append("heartbeat", self._load())
+
+    def _load(self) -> dict[str, Any]:
+        in_flight, started = self._gauges()
+        return {"in_flight": in_flight, "started_total": started}

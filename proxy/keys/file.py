@@ -79,8 +79,9 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     auditor_private: str = ""
     checkpoint_keys: list[_SignerRow] = []
     verify_keys: list[str] = []
-    # Not written where there are none: sidecars of before know no such member.
+    # Not written where there are none: sidecars of before know no such members.
     revoked: list[str] = []
+    chain_turn: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -89,7 +90,8 @@ class KeyFile:
 
     `checkpoint_keys` (name, scheme, private) sign every checkpoint, all of them; `verify_keys` are
     the public keys of signers and witnesses, as lines of the signed-note format. `revoked`: kids
-    that are never to be used again, wherever else they stand.
+    that are never to be used again, wherever else they stand. `chain_turn`: at another word than
+    the one before a living audit chain goes on to its next key.
     """
 
     role: str
@@ -101,6 +103,7 @@ class KeyFile:
     checkpoint_keys: tuple[tuple[str, str, bytes], ...] = ()
     verify_keys: tuple[str, ...] = ()
     revoked: tuple[bytes, ...] = ()
+    chain_turn: str = ""
 
 
 def read(path: Path) -> KeyFile:
@@ -194,9 +197,16 @@ def parse(path: Path, data: bytes) -> KeyFile:
             revoked=tuple(
                 _bytes(f"revoked[{i}]", kid, KID_BYTES) for i, kid in enumerate(document.revoked)
             ),
+            chain_turn=_word("chain_turn", document.chain_turn),
         )
     except KeyringError as problem:
         raise KeyFileError(f"{path}: {problem}") from None
+
+
+def _word(name: str, text: str) -> str:
+    if text and not (len(text) <= 64 and text.isascii() and text.isalnum()):
+        raise KeyringError(f"{name}: expected at most 64 letters and digits")
+    return text
 
 
 def _check_role(role: str, keys: tuple[EnvelopeKey, ...]) -> None:
@@ -387,5 +397,6 @@ def encode(file: KeyFile) -> bytes:
         ],
         verify_keys=list(file.verify_keys),
         revoked=[kid.hex() for kid in file.revoked],
+        chain_turn=file.chain_turn,
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

@@ -51,6 +51,7 @@ def merged(files: Mapping[str, KeyFile]) -> KeyFile:
             dict.fromkeys(line for n in sorted(files) for line in files[n].verify_keys)
         ),
         revoked=tuple(dict.fromkeys(kid for file in rows for kid in file.revoked)),
+        chain_turn=" ".join(file.chain_turn for file in rows if file.chain_turn),
     )
 
 

@@ -148,6 +148,10 @@ class KeySet:
         seeds = self._contents.chain_seeds
         return seeds[-1] if seeds else None
 
+    def chain_turn(self) -> str:
+        """Return the word at whose change the audit chain goes on to its next key; "": none."""
+        return self._contents.chain_turn
+
     def auditor_public(self) -> bytes | None:
         """Return the auditor's public key, or None: 32 bytes of X25519, or 64 of SM2."""
         return self._contents.auditor_public

@@ -94,6 +94,30 @@ def test_a_new_chain_seed_is_gone_on_to_in_the_living_chain(live, keys):
     assert verdicts(live, keys) == ("ok", "ok")
 
 
+def say(keys, word):
+    """Have the source of keys say a word: the key file stands for a secret of a key service."""
+    path = keys / "sidecar.json"
+    fresh = path.with_name("fresh")
+    fresh.touch(mode=0o600)
+    fresh.write_text(json.dumps(json.loads(path.read_text()) | {"chain_turn": word}))
+    fresh.replace(path)
+
+
+def test_the_source_of_keys_says_when_to_go_on(live, keys):
+    seed_id = json.loads((keys / "sidecar.json").read_text())["chain_seeds"][-1]["id"]
+    for count, word in enumerate(("monday", "tuesday"), 1):
+        say(keys, word)
+        until(lambda count=count: len(rotations(live)) == count)
+    say(keys, "")  # no word is none to go on for
+    reloads = "tongguan_proxy_reload_total"
+    until(lambda: live.metric(reloads, result="ok") >= 3)
+    say(keys, "not a word!")
+    until(lambda: live.metric(reloads, result="failed") >= 1)
+    stop(live)
+    assert rotations(live) == [f"{seed_id}.s256.1", f"{seed_id}.s256.2"]
+    assert verdicts(live, keys) == ("ok", "ok")
+
+
 def test_a_chain_killed_while_it_rotates_survives_its_end(tmp_path, backend, keys):
     """Killed around a rotation: what is there verifies, and the next start declares the rest."""
     folder = tmp_path / "sidecar"

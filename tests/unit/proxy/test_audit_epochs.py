@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.audit import canonical
+from proxy.audit import canonical, rekeying
 from proxy.audit.chain import EPOCH_LIMIT, Chain, Head, Hmac, chain_key, follows, next_key
 from proxy.audit.epochs import MacKeys
 from proxy.audit.layout import segments
@@ -19,7 +19,9 @@ from proxy.audit.rotation import Rotation
 from proxy.audit.show import find_record
 from proxy.audit.writer import LOST, AuditError, AuditWriter
 from proxy.clock import ManualClock
+from proxy.keys.file import KeyFile
 from proxy.keys.memory import Secret
+from proxy.keys.provider import KeySet
 from tests.unit.proxy import test_audit_tampering as tampering
 from tests.unit.proxy.audit_chains import SEED, START_MS, config, request, run, verify
 from tests.unit.proxy.test_audit_crash import FailingDisk
@@ -195,6 +197,62 @@ def test_a_chain_rotates_by_count_by_time_and_on_demand(tmp_path):
     assert (result.verdict, result.findings) == ("ok", [])
     assert verify(tmp_path, MacKeys({"seed1": SEED})).verdict == "key_unknown"
     assert verify(tmp_path, None).verdict == "ok_public"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "own", "expected"),
+    [
+        (("a", "w1"), ("a", "w2"), True, ["seed1.s256.1"]),
+        (("a", "w1"), ("a", "w2"), False, ["seed1.s256.1"]),  # the seed is the agent's
+        (("a", ""), ("a", "w1"), True, ["seed1.s256.1"]),
+        (("a", "w1"), ("a", "w1"), True, []),
+        (("a", "w1"), ("a", ""), True, []),
+        (("a", "w1"), ("seed2", "w2"), True, ["seed2.s256.0"]),
+        (("a", "w1"), ("seed2", "w1"), True, ["seed2.s256.0"]),
+        (("a", "w1"), ("seed2", "w2"), False, ["seed1.s256.1"]),
+        (("a", "w1"), ("seed2", "w1"), False, []),
+    ],
+)
+def test_a_word_of_the_source_of_keys_turns_the_key_once(tmp_path, before, now, own, expected):
+    def held(seed_id, word):
+        seeds = ((seed_id, OTHER),)
+        return KeySet(KeyFile("sidecar", (), {}, seeds, None, None, chain_turn=word))
+
+    async def scene():
+        writer = await _writer(tmp_path)
+        await writer.durable(writer.append_request(request(1)))
+        rekeying.follow(writer, rekeying.changes(held(*before), held(*now)), own_seed=own)
+        writer.watch()
+        await writer.close()
+        return writer.dir
+
+    found = records(run(scene))
+    assert [r["new_key_id"] for r in found if r["kind"] == "rotate"] == expected
+    assert verify(tmp_path, MacKeys(SEEDS)).verdict == "ok"
+
+
+def test_a_demand_waits_until_it_can_be_written(tmp_path, monkeypatch):
+    failing = FailingDisk(monkeypatch)
+
+    async def scene():
+        writer = await _writer(tmp_path)
+        failing.full = True
+        writer.append_request(request(1))
+        async with asyncio.timeout(20):
+            while writer.available:  # noqa: ASYNC110 - the disk has its own thread
+                await asyncio.sleep(0.01)
+            writer.rotate_to(None)
+            assert writer.key_id == "seed1.s256.0"
+            failing.full = False
+            while not writer.available:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for _ in range(3):
+            writer.watch()
+        await writer.close()
+        return writer.dir
+
+    found = records(run(scene))
+    assert [r["new_key_id"] for r in found if r["kind"] == "rotate"] == ["seed1.s256.1"]
 
 
 def test_ids_committed_to_under_two_seeds_are_both_checked(tmp_path):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.audit import writer as writer_module
+from proxy.audit import syncer as syncer_module
 from proxy.audit.writer import AuditWriter
 from proxy.clock import ManualClock
 from tests.unit.proxy.audit_chains import START_MS, classes, config, request, run
@@ -29,7 +29,7 @@ def _start(directory):
 @pytest.fixture
 def never_collected(monkeypatch):
     """Leave answers where they are until somebody comes by."""
-    monkeypatch.setattr(writer_module, "COLLECT_S", LATE_S)
+    monkeypatch.setattr(syncer_module, "COLLECT_S", LATE_S)
 
 
 @pytest.mark.usefixtures("never_collected")

@@ -161,9 +161,9 @@ def test_a_quiet_chain_beats(tmp_path):
         loop = asyncio.get_running_loop()
         writer = AuditWriter.start(config(tmp_path), clock, loop, lambda: (2, 9))
         clock.advance_ms(29_000)
-        writer._beat()
+        writer._heartbeat.check()
         clock.advance_ms(1_000)
-        writer._beat()
+        writer._heartbeat.check()
         await writer.close()
         return writer.dir
 
