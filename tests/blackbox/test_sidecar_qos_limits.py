@@ -71,6 +71,22 @@ def test_the_agents_limit_takes_the_place_of_the_adaptive_one(started, upstream,
     assert sidecar.metric("tongguan_proxy_agent_limits_total", outcome="stale") > 0
 
 
+def test_a_limit_below_one_lets_one_through(started, upstream, agent):
+    agent.says = {"P1": {"limit": 0, "age_ms": 0}}
+    held = Held()
+    upstream.answering(held)
+    sidecar = started(QOS_LIMITS_URL=agent.url + "/v1/limits")
+    name = "tongguan_proxy_agent_limits_total"
+    until(lambda: sidecar.metric(name, outcome="taken") > 0, "the limit")
+    with Clients(sidecar) as clients:
+        first, second = (clients.send(post(body(number), P1)) for number in range(2))
+        held.count(1)
+        queued(sidecar, "P1", 1)
+        assert len(held.order) == 1
+        held.let(2)
+        assert {first.answer().status, second.answer().status} == {200}
+
+
 def test_limits_are_forgotten_when_the_agent_falls_silent(started, upstream, agent):
     del upstream
     agent.says = {"P2": {"limit": 1, "age_ms": 0}}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.blackbox.channel import ask
 from tests.blackbox.harness import (
     post,
     until,
@@ -108,6 +109,16 @@ def test_a_rule_raises_nobody_above_the_tenants_cap(started, upstream, keys):
     answer = sidecar.ask(post(CHAT))
     assert answer.get("X-QoS-Class") == b"P2"
     assert sidecar.record(answer.trace_id)["qos_asked"] == "P0"
+
+
+def test_rules_see_the_model_that_a_sealed_request_names_outside(started, upstream, keys, channel):
+    del upstream
+    sidecar = started(GRANTED + RULES, keys=keys)
+    for model, qos in (("batch-7", b"P2"), ("other", b"P1")):
+        sealed = channel.seal(asked(model))
+        answer = ask(sidecar, sealed.request())
+        assert sealed.open(answer)[0] == 200
+        assert answer.get("X-QoS-Class") == qos
 
 
 # --- rates
