@@ -12,6 +12,7 @@ import torch
 
 from agent.engine.compact import FEW_ROWS, Compact
 from agent.engine.precision import OPERATORS
+from agent.engine.stack import ROWS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -100,9 +101,10 @@ def _schedule(weights: Weights, *, whole_steps: bool) -> list[dict[str, Any]]:
     if not small:
         return [_way("any", {"products": "BLAS", "rest": "torch"})]
     few = {"products": "kernels.cpu", "rest": "kernels.cpu" if whole_steps else "torch"}
+    most = ROWS_MAX if whole_steps else FEW_ROWS
     return [
-        _way(f"1 to {FEW_ROWS}", few, one_call=whole_steps),
-        _way(f"from {FEW_ROWS + 1}", {"products": "BLAS, unpacked one at a time", "rest": "torch"}),
+        _way(f"1 to {most}", few, one_call=whole_steps),
+        _way(f"from {most + 1}", {"products": "BLAS, unpacked one at a time", "rest": "torch"}),
     ]
 
 

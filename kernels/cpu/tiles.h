@@ -8,7 +8,7 @@
 /* Gates that `tiles_gates` takes at a time. */
 #define GATES_MAX 64
 
-/* How many rows of w make a piece of work: some 32 KiB, in fours. */
+/* How many rows of w make a piece of work: some 32 KiB, in twelves. */
 long tiles_piece(const struct weights *w);
 
 /* Make x [m, w->k] ready for products with w; `room` is what rows_room(w->k) asks for. */

@@ -11,7 +11,7 @@ from agent.engine import compact, load
 from agent.engine.model import Model, Span
 
 TEXT = Path(__file__).resolve().parents[2] / "docs" / "audit.md"
-TOKENS = 96
+TOKENS = 240
 pytestmark = pytest.mark.skipif(not compact.AVAILABLE, reason="capability: AVX2 and kernels.cpu")
 
 
@@ -27,14 +27,14 @@ def one_thread():
 def logits(path, ids, *, small):
     """Return logits after each piece of the text, and where the pieces end.
 
-    Pieces of 6 tokens, then 40 at once, then single ones: each way that a product is computed.
+    Pieces of 6 tokens, then 40 and 140 at once, then single ones: each way that a step is computed.
     """
     spec, _, weights = load.read_model(
         path, torch.float32, torch.device("cpu"), lambda _fraction: None, small=small
     )
     model = Model(spec, weights, blocks=TOKENS // 16, block_size=16)
     table = list(range(TOKENS // 16))
-    ends = [*range(6, TOKENS - 51, 6), TOKENS - 12, *range(TOKENS - 11, TOKENS + 1)]
+    ends = [*range(6, TOKENS - 191, 6), TOKENS - 152, *range(TOKENS - 12, TOKENS + 1)]
     rows = []
     for start, end in zip([0, *ends], ends, strict=False):
         rows.append(model.forward([Span(ids[start:end], start, table, logits=True)]))
