@@ -6,7 +6,8 @@ Gates: a record on the request's way at most 15 us of the data loop's CPU, hashe
 sustained writing with group sync at least 0.6 times a bare loop that writes the same bytes and
 fdatasyncs after every group of `audit.flush_records`, in the same run (median of the rounds); of
 one chain of N records (2 million), verified in one go, at least 90 000 a second of CPU by one
-process and 150 000 a second with two, in memory that does not grow with N. The disk must hold about
+process and 150 000 a second with two, in memory that does not grow with N. A line of a gigabyte
+behind a chain is named rightly by both verifiers, in no more memory. The disk must hold about
 1 KB a record and round. Beside them, without a gate: the tree's cost a record, a signature, proofs,
 the bundle's verifier.
 Exit codes: 0 every gate holds, 1 a gate is missed, 2 the run could not be made.
@@ -52,6 +53,7 @@ ROUNDS = 5
 # As much as waits while a batch is synced; less than what a writer keeps.
 WAITING = 4096
 LINE_BYTES = 1000
+LONG_LINE_BYTES = 1 << 30
 SEED, KEY = bytes(32), bytes(range(32))
 SIGNER = NoteSigner("perf", ED25519, b"\7" * 32)
 PROMPT = b'[{"role":"user","content":"' + b"what is the tallest mountain? " * 20 + b'"}]'
@@ -63,6 +65,8 @@ GATES = {
     "verify_per_s": (90_000.0, True),
     "verify_two_per_s": (150_000.0, True),
     "verify_growth_mib": (16.0, False),
+    "long_line_named": (1.0, True),
+    "long_line_growth_mib": (16.0, False),
 }
 
 
@@ -169,7 +173,7 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.process_time() - begin
 
 
-def _verified(directory: Path, jobs: int) -> dict[str, float]:
+def _verified(directory: Path, jobs: int, verdict: str = "ok") -> dict[str, Any]:
     """Verify with the command, in a process of its own; return what it said and cost."""
     keys = directory.parent / "auditor.json"
     document = {
@@ -191,10 +195,11 @@ def _verified(directory: Path, jobs: int) -> dict[str, float]:
         child.returncode = os.waitstatus_to_exitcode(status)
     spent = time.monotonic() - begin
     result = json.loads(said or b"{}")
-    if result.get("verdict") != "ok":
-        raise RuntimeError(f"the chain does not verify: {result}")
+    if result.get("verdict") != verdict:
+        raise RuntimeError(f"the chain does not verify as {verdict}: {result}")
     return {
         "records": result["records"],
+        "seq": result["seq"],
         "wall_s": spent,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "rss_mib": usage.ru_maxrss / 1024,
@@ -211,6 +216,33 @@ def _verification(large: Path, small: Path) -> dict[str, float]:
         "verify_two_per_s": two["records"] / two["wall_s"],
         "verify_rss_mib": one["rss_mib"],
         "verify_growth_mib": one["rss_mib"] - few["rss_mib"],
+    }
+
+
+def _long_line(directory: Path) -> dict[str, float]:
+    """Put a line of a gigabyte behind a chain's last one; return what both verifiers make of it."""
+    before = _verified(directory, 1)
+    (chain,) = directory.iterdir()
+    _, path = segments(chain)[-1]
+    size = path.stat().st_size
+    try:
+        with path.open("r+b") as file:
+            file.truncate(size + LONG_LINE_BYTES)  # sparse: zeros, and no newline
+        after = _verified(directory, 1, "malformed")
+        command = [sys.executable, "-I", "-S", bundle_verify.__file__, str(directory)]
+        bundle = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        said = json.loads(bundle.stdout)
+    finally:
+        os.truncate(path, size)
+    named = (
+        (said["verdict"], said["seq"])
+        == ("malformed", after["seq"])
+        == ("malformed", before["records"])
+    )
+    return {
+        "long_line_named": float(named),
+        "long_line_s": after["wall_s"],
+        "long_line_growth_mib": after["rss_mib"] - before["rss_mib"],
     }
 
 
@@ -268,7 +300,8 @@ def measure(folder: Path, records: int) -> dict[str, float]:
     spent, _, _ = asyncio.run(_sustained(folder / "large", records))
     found["large_write_per_s"] = records / spent
     found |= _verification(folder / "large", folder / "way0")
-    return found | _bundled(folder / "way0") | _tree(folder / "way0")
+    found |= _bundled(folder / "way0") | _tree(folder / "way0")
+    return found | _long_line(folder / "way0")
 
 
 def _room(directory: Path, records: int) -> None:

@@ -6,7 +6,16 @@ import json
 import pytest
 
 from tests.blackbox.channel import Channel, now_ms
-from tests.blackbox.harness import Client, Sidecar, Upstream, new_keys, ok, until
+from tests.blackbox.harness import (
+    Client,
+    Sidecar,
+    Upstream,
+    new_keys,
+    ok,
+    post,
+    tongguan,
+    until,
+)
 
 LIBRARIES = sorted(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1"))  # noqa: PTH207 - a pattern
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"a secret question"}]}'
@@ -94,3 +103,25 @@ def test_steps_back_are_not_taken_and_steps_forward_are_kept(ends):
     assert sidecar.take(channel.seal(CHAT).request()) == "envelope_stale"
     assert sidecar.take(channel.seal(CHAT, time_ms=now_ms() + 91_000).request()) == "ok"
     until(lambda: not sidecar.ready(), "unready: it lies behind")
+
+
+def test_the_log_of_a_clock_that_steps_is_in_order_and_verifies(ends):
+    sidecar, _ = ends
+    traces = []
+    for seconds in (0, -30, -3600, 45, 0):
+        sidecar.step(seconds)
+        answer = sidecar.ask(post(CHAT))
+        assert answer.status == 200
+        traces.append(answer.trace_id)
+        until(lambda: sum(r["kind"] == "request" for r in sidecar.records()) == len(traces))
+    walls = [int(record["wall_ns"]) for record in sidecar.records()]
+    assert walls == sorted(walls)
+    # 45 s ahead is where the clock stays: what came later is later in the log.
+    assert walls[-1] - walls[0] >= 45 * 10**9
+    assert traces == sorted(traces)
+    assert len(set(traces)) == len(traces)
+    sidecar.step(0)
+    keys = sidecar.folder.parent / "keys" / "auditor.json"
+    done = tongguan("audit", "verify", sidecar.audit_dir, "--keys", keys, "--json")
+    result = json.loads(done.stdout)
+    assert (result["verdict"], result["findings"]) == ("ok", [])
