@@ -87,6 +87,7 @@ def test_wheel_holds_the_four_rooms_and_nothing_else(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == set(OURS)
     assert {f"{room}/py.typed" for room in OURS} <= set(names)
+    assert {"agent/page/index.html", "agent/texts/NOTICE"} <= set(names)
 
 
 def extensions(wheel: Path) -> list[str]:
