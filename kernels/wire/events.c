@@ -1,5 +1,5 @@
-/* The plain events of a chat or text completion's stream, many in one go: one choice, number 0, that
- * says a piece of text and nothing else of note (proxy/http/sse.py has the reader of all the rest).
+/* The plain events of a completion's stream, many in one go: one choice, number 0, that says a
+ * piece of text and nothing else of note (proxy/http/sse.py has the reader of all the rest).
  *
  * Taken here: `data: `, one JSON object on one line, a blank line, all line ends LF. A finish
  * reason, token ids, usage, several choices, an unpaired surrogate or anything doubtful ends it.
