@@ -147,9 +147,9 @@ class Lending(Dispatch):
         if why:
             self._resume()
 
-    def settle(self) -> int:
+    def settle(self) -> None:
         """Take the stream back for good: what passed counts, the rest is nobody's."""
-        return self._take_back()[0]
+        self._take_back()
 
     def _take_back(self) -> tuple[int, bytes]:
         lender = self.context.lender
@@ -172,7 +172,6 @@ class Lending(Dispatch):
         why, rest = self._take_back()
         self._reads = 0
         if why == LOST:
-            self._fault = False
             self._close(End.UPSTREAM_RESET)
         else:
             connection.go_on(rest, reading=not self.downstream.write_paused)
