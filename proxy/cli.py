@@ -35,7 +35,7 @@ class Rooms(click.Group):
         """Return the names, in the order people need them."""
         del ctx
         order = ["up", "ask", "sidecar", "agent", "keys", "seal", "open", "audit"]
-        order += ["memory", "upstream", "config", "version"]
+        order += ["model", "memory", "upstream", "config", "version"]
         names = self._points()
         return [n for n in order if n in names] + sorted(n for n in names if n not in order)
 

@@ -14,7 +14,7 @@ from proxy.ask import AskError
 from proxy.cli import GROUP, PLAIN_URL, SEALED_URL, SETTINGS_GROUP, main
 
 COMMANDS = ["up", "ask", "sidecar", "agent", "keys", "seal", "open", "audit"]
-COMMANDS += ["memory", "upstream", "config", "version"]
+COMMANDS += ["model", "memory", "upstream", "config", "version"]
 
 
 @pytest.fixture

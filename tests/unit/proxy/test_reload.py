@@ -16,7 +16,7 @@ from proxy.reload import Loaded, changed, keep_fixed, newest
 
 # What a new context makes from the settings; all else it has to take over from the one before.
 MADE_ANEW = {
-    "_bits", "_tenants", "blocks_on_audit", "body_bytes_max", "body_idle_ns", "clock",
+    "_tenants", "blocks_on_audit", "body_bytes_max", "body_idle_ns", "clock",
     "collect_bytes", "gateways", "head_limits", "keys", "loop", "machine", "own_tenant", "routes",
     "settings", "times", "wall_offset_ns",
 }  # fmt: skip
