@@ -108,7 +108,7 @@ class Pending:
         item = Item(0, "request", _NONE, text, ids, wall_ns, mono_ns)
         fresh = self._fresh
         item.seq = self._chain.seq + len(fresh)
-        full = self._segment.size >= self._roomy_bytes - LINE_BYTES * len(fresh)
+        full = self._segment.size + LINE_BYTES * (len(fresh) + 1) > self._roomy_bytes
         held = self._held or item.seq >= self._hold_at
         if full or held or ids is not None or text.characters() > _FRESH_CHARACTERS:
             return self._add(item)
@@ -144,9 +144,12 @@ class Pending:
         waiting by a loop that is busy.
         """
         fresh, self._fresh = self._fresh, []
-        if fresh and not self._place_run(fresh):
-            for item in fresh:
-                self._place_held(item)
+        while fresh:
+            run = self._place_run(fresh)
+            if run == 0:
+                self._place_held(fresh[0])
+                run = 1
+            fresh = fresh[run:]
 
     def rotate(
         self, wall_ns: int, mono_ns: int, seed: tuple[str, bytes] | None = None

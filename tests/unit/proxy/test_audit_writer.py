@@ -22,6 +22,7 @@ from proxy.sm4 import sm2_cipher
 from tests.unit.proxy.audit_chains import (
     KEYS,
     START_MS,
+    as_table,
     classes,
     config,
     request,
@@ -65,6 +66,26 @@ def test_records_are_in_order_of_append_with_no_gaps(tmp_path):
     assert [record["seq"] for record in records] == list(range(602))
     assert [record["kind"] for record in records[:2]] == ["genesis", "request"]
     assert records[-1]["kind"] == "closed"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 64])
+def test_no_record_is_missing_where_a_segment_fills_up(tmp_path, batch):
+    async def scene():
+        writer = _start(tmp_path, segment_bytes=300_000, flush_ms=1)
+        for first in range(0, 1344, batch):
+            numbers = range(first, first + batch)
+            tickets = writer.append_requests([request(n) for n in numbers], [None] * batch)
+            assert LOST not in tickets
+            if first % 3:
+                await writer.durable(tickets[-1])
+        await writer.close()
+        assert (writer.stats.lost, writer.stats.failures) == (0, 0)
+        return writer.dir
+
+    records = _records(run(scene))
+    assert sum(record["kind"] == "segment_end" for record in records) >= 2
+    asked = [record["trace_id"] for record in records if record["kind"] == "request"]
+    assert asked == [as_table(n)["trace_id"] for n in range(1344)]
 
 
 def test_genesis_names_the_chain_before(tmp_path):
