@@ -1,4 +1,4 @@
-"""The sidecar's hot readers in C: HTTP/1.1 heads, chunks, JSON bodies as byte ranges.
+"""The sidecar's hot readers in C: HTTP/1.1 heads, chunks, JSON as byte ranges, plain events.
 
 Each C reader stands in front of a pure Python twin. What it takes it returns exactly as the twin
 would; what it is not sure of (a refusal, an incomplete head, anything unusual) it hands to the
