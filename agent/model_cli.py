@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 _EXIT_WRONG, _EXIT_BUDGET = 2, 3
 _THREADS = click.option(
-    "--threads", type=click.IntRange(min=0), default=0,
+    "--threads", type=click.IntRange(0, 1024), default=0,
     help="CPU threads; one where other work has the cores.  [default: torch's choice]",
+)  # fmt: skip
+_GROUP = click.option(
+    "--group", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
+    help="Weights that share a scale and a zero point; with --plan or --table what that says.",
+)  # fmt: skip
+_TEXT = click.option(
+    "--text", "text_path", type=click.Path(path_type=Path),
+    help="UTF-8 text to calibrate and measure on.  [default: the shipped ones]",
 )  # fmt: skip
 
 
@@ -96,11 +104,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise click.BadParameter(f"{path}: {problem}") from None
     if not isinstance(value, dict):
         raise click.BadParameter(f"{path}: not an object")
     return value
+
+
+def _read_text(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{path}: {problem}") from None
 
 
 def _read_plan(path: Path | None) -> Plan | None:
@@ -118,19 +133,13 @@ def _read_plan(path: Path | None) -> Plan | None:
 @model.command(short_help="Write a model's folder with four-bit weights.")
 @click.argument("source", required=False)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder to make.")
-@click.option(
-    "--group", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
-    help="Weights that share a scale and a zero point; with --plan the plan's.",
-)  # fmt: skip
+@_GROUP
 @click.option(
     "--plan", "plan_path", type=click.Path(path_type=Path),
     help="What `tongguan model plan --json` wrote.  [default: FFN four bits, the rest FP16]",
 )  # fmt: skip
 @click.option("--plain", is_flag=True, help="Choose codes by the weights alone, without a text.")
-@click.option(
-    "--text", "text_path", type=click.Path(path_type=Path),
-    help="UTF-8 text to calibrate on.  [default: the shipped one]",
-)  # fmt: skip
+@_TEXT
 @click.option("--no-report", is_flag=True, help="Do not measure the perplexity before and after.")
 @_THREADS
 def quantize(
@@ -161,7 +170,7 @@ def quantize(
 
     plan = _read_plan(plan_path)
     try:
-        text = text_path.read_text(encoding="utf-8") if text_path else None
+        text = _read_text(text_path)
         options = Options(int(group), plan, plain, text, 0 if no_report else WINDOWS)
         manifest = convert(_source(source), out, options, Progress())
     except EngineError as problem:
@@ -184,18 +193,12 @@ def quantize(
     "--budget", type=click.FloatRange(min=1), default=1.15, show_default=True,
     help="Ratio of perplexities to FP16 that the plan may cost by its own estimate.",
 )  # fmt: skip
-@click.option(
-    "--group", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
-    help="Weights that share a scale and a zero point.",
-)  # fmt: skip
+@_GROUP
 @click.option(
     "--table", "table_path", type=click.Path(path_type=Path),
     help="Read the sensitivities from what an earlier run wrote with --json.",
 )  # fmt: skip
-@click.option(
-    "--text", "text_path", type=click.Path(path_type=Path),
-    help="UTF-8 text to measure on.  [default: the shipped one]",
-)  # fmt: skip
+@_TEXT
 @click.option("--json", "as_json", is_flag=True, help="Print table and plan as JSON.")
 @_THREADS
 def plan(
@@ -223,6 +226,7 @@ def plan(
     import json
 
     from agent.engine.precision import choose, saved_bytes
+    from agent.engine.precision import parse as parse_plan
     from agent.engine.types import EngineError
 
     width = int(group)
@@ -232,8 +236,8 @@ def plan(
         value = _read_json(table_path)
         try:
             table = parse(value.get("table"))
-            width = int(value["plan"]["group"])
-        except (ValueError, KeyError, TypeError) as problem:
+            width = parse_plan(value.get("plan")).group
+        except ValueError as problem:
             raise click.BadParameter(f"{table_path}: {problem}") from None
     else:
         _use(threads)
@@ -242,7 +246,7 @@ def plan(
         from agent.engine.sensitivity import measure, plain, table_text
 
         try:
-            own = text_path.read_text(encoding="utf-8") if text_path else None
+            own = _read_text(text_path)
             texts = reading.shipped("calibration") if own is None else [own]
             with opened(_source(source)) as found:
                 table = measure(found, texts, width, Progress())
@@ -252,7 +256,10 @@ def plan(
             _fail(f"{problem.filename}: {problem.strerror}")
         except ValueError as problem:
             _fail(problem, _EXIT_WRONG)
-    chosen = choose(table, budget=budget, group=width)
+    try:
+        chosen = choose(table, budget=budget, group=width)
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), param_hint="--budget") from None
     if as_json:
         click.echo(json.dumps({"plan": chosen.plain(), "table": plain(table)}, indent=1))
         return

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from agent.engine import compact, quality, reading
-from agent.engine.model_folder import Unfinished, digest, room
+from agent.engine.model_folder import Unfinished, digest, room, vacant
 from agent.engine.opened import Opened, opened
 from agent.engine.precision import OPERATORS, Plan, default, operator_bytes
 from agent.engine.sources import NAMES, FolderSource
@@ -97,6 +97,7 @@ def convert(
     ValueError for a plan that is not this model's.
     """
     report("opening", 0.0)
+    vacant(out)  # again when it is made; hashing a large source takes minutes
     with opened(path) as model:
         spec = model.spec
         plan = options.plan or default(spec.layers, options.group)
@@ -130,7 +131,10 @@ def convert(
             shards = [_EMBEDDING, *(_LAYER.format(index) for index in range(spec.layers))]
             if held:
                 after = _read_back(spec, folder, shards, held, report)
-                measured = quality.report_of(loss, after, reading.scored(held), plan, errors)
+                try:
+                    measured = quality.report_of(loss, after, reading.scored(held), plan, errors)
+                except ValueError as problem:
+                    raise ModelFileError(f"the perplexity cannot be told: {problem}") from None
                 folder.write("quality.json", (json.dumps(measured, indent=1) + "\n").encode())
                 folder.write("quality.txt", quality.text_of(measured).encode())
                 facts["quality"] = {k: v for k, v in measured.items() if k != "output_errors"}
@@ -278,8 +282,8 @@ def _errors(
         stored = [source.packed(role, index) for role in ROLES[operator]]
         written = torch.cat([torch.from_numpy(quant.dequantize(p)) for p in stored if p])
         weight, x = getattr(layer, operator), inputs[operator]
-        lost = torch.linalg.norm(x @ (written - weight).T) / torch.linalg.norm(x @ weight.T)
-        found.append({"operator": operator, "layer": index, "output_error": float(lost)})
+        lost = reading.relative_error(x @ (written - weight).T, x @ weight.T)
+        found.append({"operator": operator, "layer": index, "output_error": lost})
     return found
 
 
@@ -288,9 +292,13 @@ def _name(role: str, layer: int) -> str:
 
 
 def _halves(weight: torch.Tensor) -> NDArray[Any]:
-    """Return FP16, or what it was where FP16 cannot hold it."""
+    """Return FP16, or what it was where FP16 cannot hold it; raises `ModelFileError`."""
     halves = weight.half()
-    array: NDArray[Any] = (halves if halves.isfinite().all() else weight).contiguous().numpy()
+    if not halves.isfinite().all():
+        if not weight.isfinite().all():
+            raise ModelFileError("the weights hold an infinity or no number")
+        halves = weight
+    array: NDArray[Any] = halves.contiguous().numpy()
     return array
 
 

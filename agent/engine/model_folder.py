@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from safetensors import SafetensorError, safe_open
@@ -54,13 +55,12 @@ class Unfinished:
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
         self.out = out
-        self.folder = out.with_name(f"{out.name}.unfinished")
+        self.folder = out.parent / f"{out.name}.unfinished"
         self._identity = json.loads(json.dumps(identity))
         self._lock = -1
 
     def __enter__(self) -> Self:
-        if self.out.exists():
-            raise FolderError(f"{self.out} exists; name another folder, or remove it")
+        vacant(self.out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
@@ -109,6 +109,9 @@ class Unfinished:
         path = self.folder / f"{name}.tmp"
         yield path
         with path.open("rb") as file:
+            if name != _BEGUN:  # the safetensors library lets nobody but its user read
+                begun = (self.folder / _BEGUN).stat().st_mode
+                os.fchmod(file.fileno(), stat.S_IMODE(begun))
             os.fsync(file.fileno())
         path.replace(self.folder / name)
         os.fsync(self._lock)
@@ -168,10 +171,11 @@ class Unfinished:
         self.write(_INDEX, (json.dumps(index, indent=1) + "\n").encode())
         manifest = dict(facts) | {"files": listed(self.folder)}
         self.write(MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        (self.folder / _BEGUN).unlink()
-        if self.out.exists():
+        if os.path.lexists(self.out):
             raise FolderError(f"{self.out} was made meanwhile; {self.folder} is complete")
         self.folder.rename(self.out)
+        # Last: without it, who begins again could not tell what the shards there are made of.
+        (self.out / _BEGUN).unlink()
         parent = os.open(self.out.parent, os.O_RDONLY)
         try:
             os.fsync(parent)
@@ -216,6 +220,14 @@ def changed(folder: Path) -> list[str]:
     return lines
 
 
+def vacant(out: Path) -> None:
+    """Refuse, with `FolderError`, a place where something is, or that has no name."""
+    if not out.name:
+        raise FolderError(f"{out} is no name for a new folder")
+    if os.path.lexists(out):  # also a link that leads nowhere
+        raise FolderError(f"{out} exists; name another folder, or remove it")
+
+
 def room(out: Path, wanted: int) -> None:
     """Refuse, with `FolderError`, a file system that has less than `wanted` bytes free."""
     place = out.absolute().parent
@@ -229,7 +241,7 @@ def room(out: Path, wanted: int) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

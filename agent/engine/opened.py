@@ -60,7 +60,7 @@ def _folder(folder: Path) -> Opened:
 
 def _ids(value: Any) -> set[int]:
     values = value if isinstance(value, list) else [value]
-    return {v for v in values if isinstance(v, int) and v >= 0}
+    return {v for v in values if type(v) is int and v >= 0}
 
 
 def json_object(path: Path, *, required: bool) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def json_object(path: Path, *, required: bool) -> dict[str, Any]:
         if not required:
             return {}
         raise ModelFileError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelFileError(f"malformed {path.name}: {problem}") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"malformed {path.name}: not an object")

@@ -83,7 +83,7 @@ def parse(value: Any) -> Plan:
     if not isinstance(value, dict) or value.get("version") != 1:
         raise ValueError("a plan of version 1 is expected")
     group, operators = value.get("group"), value.get("operators")
-    if group not in {32, 64, 128} or isinstance(group, bool):
+    if group not in (32, 64, 128):
         raise ValueError("group: 32, 64 or 128")
     if not isinstance(operators, dict) or set(operators) != set(OPERATORS):
         raise ValueError(f"operators: exactly {', '.join(OPERATORS)}")
@@ -93,7 +93,7 @@ def parse(value: Any) -> Plan:
     layers = len(columns[0])
     if layers > _LAYERS_MAX or any(len(column) != layers for column in columns):
         raise ValueError("operators: each has the same layers, at most 1,024")
-    if not all(precision in {"fp16", "int4"} for column in columns for precision in column):
+    if not all(precision in ("fp16", "int4") for column in columns for precision in column):
         raise ValueError("operators: a precision is fp16 or int4")
     chosen = frozenset(
         (operator, layer)
@@ -119,9 +119,9 @@ def choose(table: Sequence[Sensitivity], *, budget: float = BUDGET, group: int =
     """Return the plan for a table; a product that the table lacks stays FP16.
 
     A larger budget never takes a product out of four bits: they are taken in one order, and the
-    first that does not fit ends it. Raises ValueError for a budget below 1 and an empty table.
+    first that does not fit ends it. Raises ValueError for a budget that is none and an empty table.
     """
-    if not budget >= 1.0:
+    if not 1.0 <= budget < math.inf:
         raise ValueError("the budget is a ratio of perplexities, at least 1")
     if not table:
         raise ValueError("the table of sensitivities is empty")

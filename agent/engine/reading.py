@@ -29,6 +29,7 @@ WINDOW: Final = 512
 # A novel, and a manual of today: what is chosen on one kind alone costs dearly on the other.
 KINDS: Final = ("novel", "manual")
 _LOGIT_ROWS: Final = 64
+_NATS_MAX: Final = 700.0  # exp of more is beyond a float
 # A product's name and the rows that go into it.
 Seen = "Callable[[str, torch.Tensor], None]"
 
@@ -156,8 +157,20 @@ class Reader:
 
 
 def perplexity(loss: float, tokens: int) -> float:
-    """Return the perplexity of a summed loss over so many scored tokens."""
-    return math.exp(loss / tokens)
+    """Return the perplexity of a summed loss over so many scored tokens.
+
+    Raises ValueError for a loss that is no number, or that no perplexity's exponent can be.
+    """
+    each = loss / tokens
+    if not each < _NATS_MAX:
+        raise ValueError(f"a loss of {each:g} nats for each token of the text")
+    return math.exp(each)
+
+
+def relative_error(lost: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return |lost| / |whole|; 0 for what was nothing and still is."""
+    error = torch.linalg.norm(lost)
+    return float(error / torch.linalg.norm(whole)) if error else 0.0
 
 
 def scored(parts: Sequence[Sequence[int]]) -> int:

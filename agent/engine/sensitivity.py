@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Windows on which a change of the loss is measured; the same for all, so they compare.
 JUDGE_WINDOWS: Final = 2
+_LOSS_MAX: Final = 1e6
 
 
 def measure(
@@ -68,13 +69,13 @@ def measure(
             wide, cols = weight.shape
             changed = _in_four_bits(weight, group, moments[operator])
             x = inputs[operator]
-            error = torch.linalg.norm(x @ (changed - weight).T) / torch.linalg.norm(x @ weight.T)
+            error = reading.relative_error(x @ (changed - weight).T, x @ weight.T)
             loss = _loss(reader, judges, rows, index, replace(layer, **{operator: changed}))
             table.append(
                 Sensitivity(
                     operator,
                     index,
-                    float(error),
+                    error,
                     (loss - before) / tokens,
                     operator_bytes(wide, cols, "fp16", group),
                     operator_bytes(wide, cols, "int4", group),
@@ -155,7 +156,7 @@ def parse(value: Any) -> list[Sensitivity]:
         if (
             made.operator not in OPERATORS
             or not all(type(v) is int and v >= 0 for v in whole)
-            or not all(type(v) in {int, float} for v in real)
+            or not all(type(v) in {int, float} and abs(v) < _LOSS_MAX for v in real)
             or made.layer > 1_023
         ):
             raise ValueError(f"table: row {number} is malformed")

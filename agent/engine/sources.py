@@ -245,7 +245,7 @@ def _shards(folder: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelFileError(f"malformed {_INDEX}") from None
     for name in names:
         # The index is from outside: it may name files of its own folder only.

@@ -24,6 +24,7 @@ _HF_CLASSES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 _LAYERS_MAX: Final = 1_024
 _WIDTH_MAX: Final = 1 << 20
 _CONTEXT_MAX: Final = 1 << 24
+_NUMBER_MAX: Final = 1e300
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,8 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, float):
+        return value
+    if type(value) is int and abs(value) < _NUMBER_MAX:
         return float(value)
     raise ModelFileError(f"malformed config.json: {key} is not a number")

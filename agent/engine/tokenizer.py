@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 # Names under which models know the end of a turn or of a text; the file's ids come on top.
+# Bounds what a damaged file makes of one number; far above real vocabularies.
+TOKENS_MAX: Final = 1 << 24
 _END_NAMES: Final = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -268,7 +270,10 @@ def from_folder(folder: Path, end_ids: frozenset[int]) -> TextTokenizer:
         raise ModelFileError(f"malformed {path.name}: {problem}") from None
     to_bytes = _sentence_piece if _is_sentence_piece(description) else _byte_level
     vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    last = max(vocabulary.values(), default=-1)
+    if last >= TOKENS_MAX:
+        raise ModelFileError(f"malformed {path.name}: a token has the number {last}")
+    pieces = [b""] * (last + 1)
     for token, index in vocabulary.items():
         pieces[index] = to_bytes(token)
     for index, added in inner.get_added_tokens_decoder().items():
@@ -345,7 +350,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelFileError(f"malformed {path.name}: {problem}") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"malformed {path.name}: not an object")
