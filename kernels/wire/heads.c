@@ -245,8 +245,11 @@ PyObject *read_request(Heads *self, const uint8_t *p, const uint8_t *end, const 
             Py_RETURN_NONE;
         }
     }
-    bool expect = minor == 1 && (framed.length > 0 || framed.chunked) &&
-                  equal_folded(f.role[EXPECT], "100-continue", 12);
+    bool expect = f.role[EXPECT].at != NULL;
+    if (expect && !equal_folded(f.role[EXPECT], "100-continue", 12)) {
+        Py_RETURN_NONE; /* a list, or another one */
+    }
+    expect = expect && minor == 1 && (framed.length > 0 || framed.chunked);
     PyObject *values[] = {
         Py_NewRef(method),
         bytes_of(target),

@@ -20,7 +20,8 @@ Decisions where the specification leaves room:
   proxy that asked, and this one never relays for another.
 - `Upgrade: h2c` is treated as not asked for (RFC 9113 section 3.1 retired it; forwarding it opens a
   tunnel past every check). HTTP/1.0 cannot upgrade or expect (RFC 9110 sections 7.8 and 10.1.1).
-- An Expect other than 100-continue is dropped; with no body to wait for so is 100-continue.
+- Expect is a list, in one line or several (RFC 9110 sections 5.3 and 10.1.1): 100-continue counts
+  wherever it stands in it. Others are dropped; with no body to wait for so is 100-continue.
 - One empty line before a request line is skipped (RFC 9112 section 2.2), never one before a
   status line.
 - In `fields` the values of a repeated name are joined by ", ", so whoever forgets to look at
@@ -188,7 +189,7 @@ def parse_request_pure(buffer: Buffer, limits: HeadLimits, start: int = 0) -> Re
             upgrade = _upgrade(fields)
     expect = False
     if b"expect" in fields and minor and (length or chunked):
-        expect = fields[b"expect"].lower() == b"100-continue"
+        expect = _expects(fields[b"expect"])
     kept.append(b"")
     return RequestHead(
         method,
@@ -308,6 +309,11 @@ def _scan(
                 value = fields[watched] + b", " + value
             fields[watched] = value
     return fields, repeated, kept
+
+
+def _expects(value: bytes) -> bool:
+    """Say whether a list of expectations has 100-continue among them."""
+    return any(member.strip(b" \t").lower() == b"100-continue" for member in value.split(b","))
 
 
 def _framing(

@@ -131,6 +131,22 @@ def test_continue_comes_before_the_body_and_once(sidecar, upstream, coding, size
     assert upstream.last().get("Expect") is None
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [(EXPECT, b"expect: 100-Continue"), (b"Expect: another, 100-continue",)],
+    ids=["twice", "in a list"],
+)
+def test_expectation_counts_wherever_it_stands(sidecar, upstream, fields):
+    # RFC 9110 sections 5.3 and 10.1.1: Expect is a list; else its client waits for nothing.
+    head, body = parted(post(CHAT, *fields))
+    with sidecar.client() as client:
+        client.send(head)
+        assert client.head().line == CONTINUE
+        assert upstream.seen == []
+        assert client.send(body).answer().status == 200
+    assert upstream.last().get("Expect") is None
+
+
 def test_body_that_comes_with_its_head_is_not_waited_for(sidecar, upstream):
     with sidecar.client() as client:
         client.send(post(CHAT, EXPECT))
@@ -145,9 +161,9 @@ def test_body_that_comes_with_its_head_is_not_waited_for(sidecar, upstream):
         post(b"", EXPECT),
         post(CHAT, EXPECT, version=b"1.0"),
         post(CHAT, b"Expect: something-else"),
-        post(CHAT, EXPECT, b"Expect: 100-continue"),
+        post(CHAT, b"Expect: a, 100-continue=1"),
     ],
-    ids=["no body", "empty body", "HTTP/1.0", "another one", "twice"],
+    ids=["no body", "empty body", "HTTP/1.0", "another one", "others"],
 )
 def test_expectation_that_is_none_is_dropped_and_not_waited_for(sidecar, upstream, data):
     head, body = parted(data)

@@ -367,6 +367,11 @@ def test_keep_alive(version, connection, kept):
         (b"POST / HTTP/1.1", b"Expect: 100-continue\r\n", False),
         (b"POST / HTTP/1.0", b"Expect: 100-continue\r\nContent-Length: 5\r\n", False),
         (b"POST / HTTP/1.1", b"Expect: 200-ok\r\nContent-Length: 5\r\n", False),
+        (b"POST / HTTP/1.1", b"Expect: 200-ok, \t100-Continue\r\nContent-Length: 5\r\n", True),
+        (b"POST / HTTP/1.1", b"Expect: ,100-continue,\r\nContent-Length: 5\r\n", True),
+        (b"POST / HTTP/1.1", b"Expect: a\r\nExpect: 100-continue\r\nContent-Length: 5\r\n", True),
+        (b"POST / HTTP/1.1", b"Expect: 100-continue=1\r\nContent-Length: 5\r\n", False),
+        (b"POST / HTTP/1.1", b"Expect:\r\nContent-Length: 5\r\n", False),
     ],
 )
 def test_expect(line, extra, expected):
