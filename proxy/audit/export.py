@@ -51,8 +51,8 @@ A part of a tongguan audit log{period}, to be checked without trusting who made 
 verify.py is one file of Python's standard library; read it first. Compare public-keys.txt with
 what the log's owner gave you before: keys from this bundle alone show that it is of one piece, not
 whose it is. Verdict ok_public means: nothing is altered and nothing is missing, as far as
-signatures tell; with auditor.json (--keys auditor.json) every record's MAC is checked too, and the
-verdict is ok.
+signatures tell. With the chains' seeds every record's MAC is checked too, and the verdict is ok:
+--keys auditor.json, or what `tongguan audit escrow` writes where an escrow.note lies by a chain.
 Anything else names what is wrong, in which chain, at which record.
 """
 

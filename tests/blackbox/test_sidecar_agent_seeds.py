@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import httpx
@@ -104,6 +105,22 @@ def test_the_auditor_verifies_what_only_the_agent_could_have_seeded(tmp_path, ba
     command = [sys.executable, "-I", "-S", VERIFIER, sidecar.audit_dir, "--keys", seeds]
     theirs = subprocess.run(command, env={}, capture_output=True, check=False)
     assert json.loads(theirs.stdout)["verdict"] == "ok"
+    # A bundle of them says what to give its verifier, and that is enough for it.
+    done = tongguan(
+        "audit", "export", sidecar.audit_dir, "--from", "2000-01-01T00:00:00Z",
+        "--to", "2100-01-01T00:00:00Z", "-o", tmp_path / "bundle.tar",
+        "--keys", keys / "auditor.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "bundle.tar") as tar:
+        tar.extractall(tmp_path / "bundle", filter="data")
+    assert "`tongguan audit escrow`" in (tmp_path / "bundle" / "README.txt").read_text()
+    command = [sys.executable, "-I", "-S", "verify.py", ".", "--keys"]
+    for file, verdict in ((auditor, "key_unknown"), (seeds, "ok")):
+        theirs = subprocess.run(
+            [*command, file], cwd=tmp_path / "bundle", env={}, capture_output=True, check=False
+        )
+        assert json.loads(theirs.stdout)["verdict"] == verdict, file
 
     # Escrows lost with the pod's volume are still with the agent.
     for note in sidecar.audit_dir.glob("*/escrow.note"):
