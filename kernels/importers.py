@@ -79,8 +79,10 @@ def gptq(
     k, groups = q.shape[1], scales.shape[0]
     order = None
     if g_idx is not None:
+        if g_idx.shape != (k,) or g_idx.min(initial=0) < 0 or g_idx.max(initial=0) >= groups:
+            raise QuantError(f"g_idx does not name one of {groups} groups for each column")
         counts = np.bincount(g_idx, minlength=groups)
-        if g_idx.shape != (k,) or counts.size != groups or (counts[:-1] != counts[0]).any():
+        if groups > 1 and (counts[:-1] != _group(k, scales.T)).any():
             raise QuantError("g_idx does not give every group the same number of columns")
         if (np.diff(g_idx) < 0).any():
             order = np.argsort(g_idx, kind="stable")

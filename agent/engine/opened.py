@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.engine import spec as specs
 from agent.engine import tokenizer as tokenizers
+from agent.engine.forms import form_of
 from agent.engine.gguf_file import GgufFile
 from agent.engine.sources import FolderSource, GgufSource, rope_factors
 from agent.engine.types import ModelFileError
@@ -55,7 +56,8 @@ def _folder(folder: Path) -> Opened:
         raise ModelFileError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {spec.vocab}"
         )
-    return Opened(folder, spec, tokenizer, FolderSource(folder), config, None)
+    source = FolderSource(folder, form=form_of(config))
+    return Opened(folder, spec, tokenizer, source, config, None)
 
 
 def _ids(value: Any) -> set[int]:

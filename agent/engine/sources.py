@@ -1,25 +1,23 @@
 """Where a model's tensors come from: a GGUF file, or a Hugging Face folder of safetensors.
 
 Both speak one interface. GGUF is dequantised block by block; in a folder a matrix may lie as
-floats, or in four bits in compressed-tensors' pack-quantized form, with one addition of ours:
-`weight_minimum` in place of a zero point, which is what GGUF's Q4_1 has.
+floats, or in four bits in one of several forms (`forms`).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
-from safetensors import SafetensorError, safe_open
 
 from agent.engine import compact
+from agent.engine.forms import CompressedTensors
+from agent.engine.shards import FLOATS, Shards
 from agent.engine.types import ModelFileError
-from kernels import importers, quant
+from kernels import quant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from agent.engine.forms import Form, Stored
     from agent.engine.gguf_file import GgufFile
 
 # role: (GGUF's name, Hugging Face's name); {} is the layer.
@@ -50,8 +49,6 @@ NAMES: Final = {
 _ROPE_FREQS: Final = "rope_freqs.weight"
 # Rows converted at a time: bounds the memory beside the result.
 _ROWS: Final = 8_192
-_FLOATS: Final = {"F32", "F16", "F64", "BF16", "F8_E4M3", "F8_E5M2"}
-_INDEX: Final = "model.safetensors.index.json"
 
 
 class TensorSource(Protocol):
@@ -149,45 +146,38 @@ def rope_factors(file: GgufFile) -> tuple[float, ...] | None:
 
 
 class FolderSource:
-    """Tensors of a folder of safetensors files; `shards` None: those its index names."""
+    """Tensors of a folder of safetensors files; `shards` None: those its index names.
 
-    def __init__(self, folder: Path, shards: Sequence[str] | None = None) -> None:
-        self._files: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
-        for name in _shards(folder) if shards is None else shards:
-            path = folder / name
-            try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as problem:
-                raise ModelFileError(f"truncated or malformed {path.name}: {problem}") from None
-            self._files[name] = file
-            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
-            self._where.update(dict.fromkeys(names, name))
-        # Buffers that old exports wrote although they follow from the configuration.
-        self._unused = {n for n in self._where if not n.endswith("rotary_emb.inv_freq")}
+    `form`: how matrices in four bits are stored.
+    """
+
+    def __init__(
+        self, folder: Path, shards: Sequence[str] | None = None, form: Form | None = None
+    ) -> None:
+        self._shards = Shards(folder, shards)
+        self._form: Form = form or CompressedTensors()
 
     def shape(self, role: str, layer: int) -> tuple[int, ...] | None:
         """See `TensorSource`."""
         name = NAMES[role][1].format(layer)
-        if f"{name}_packed" in self._where:
-            rows, cols = (int(v) for v in self._whole(f"{name}_shape", "I", (2,)))
-            return rows, cols
-        if name not in self._where:
+        small = self._form.shape(self._shards, name)
+        if small is not None:
+            return small
+        if name not in self._shards:
             return None
-        piece = self._piece(name)
-        if piece.get_dtype() not in _FLOATS:
-            raise ModelFileError(f"tensor {name} has type {piece.get_dtype()}, not a float")
-        return tuple(piece.get_shape())
+        kind, shape = self._shards.form(name)
+        if kind not in FLOATS:
+            raise ModelFileError(f"tensor {name} has type {kind}, not a float")
+        return shape
 
     def fill(self, out: torch.Tensor, role: str, layer: int) -> None:
         """See `TensorSource`."""
         name = NAMES[role][1].format(layer)
-        small = self.packed(role, layer)
-        if small is not None:
-            out.copy_(torch.from_numpy(quant.dequantize(small)))
+        stored = self._stored(name)
+        if stored is not None:
+            out.copy_(torch.from_numpy(stored.dequantized()))
             return
-        self._unused.discard(name)
-        out.copy_(self._files[self._where[name]].get_tensor(name))
+        out.copy_(self._shards.tensor(name))
 
     def four_bits(self, role: str, layer: int) -> NDArray[np.uint8] | None:
         """See `TensorSource`; a folder has another form."""
@@ -195,60 +185,20 @@ class FolderSource:
         return None
 
     def packed(self, role: str, layer: int) -> quant.Packed | None:
-        """See `TensorSource`."""
-        name = NAMES[role][1].format(layer)
-        shape = self.shape(role, layer) if f"{name}_packed" in self._where else None
+        """See `TensorSource`; None also where columns would have to be taken in another order."""
+        stored = self._stored(NAMES[role][1].format(layer))
+        return None if stored is None or stored.order is not None else stored.packed
+
+    def _stored(self, name: str) -> Stored | None:
+        shape = self._form.shape(self._shards, name)
         if shape is None:
             return None
-        rows, cols = shape
-        words = self._whole(f"{name}_packed", "I32", (rows, -(-cols // 8)))
-        scale = self._whole(f"{name}_scale", "", (rows, -1))
-        groups = scale.shape[1]
         try:
-            if f"{name}_minimum" in self._where:
-                least = self._whole(f"{name}_minimum", "F16", (rows, groups))
-                return importers.with_minima(words, scale, least, (rows, cols))
-            zero = None
-            if f"{name}_zero_point" in self._where:
-                zero = self._whole(f"{name}_zero_point", "I32", (-(-rows // 8), groups))
-            return importers.compressed_tensors(words, scale, zero, (rows, cols))
+            return self._form.read(self._shards, name, shape)
         except quant.QuantError as problem:
             raise ModelFileError(f"tensor {name}: {problem}") from None
 
-    def _piece(self, name: str) -> Any:
-        return self._files[self._where[name]].get_slice(name)
-
-    def _whole(self, name: str, kind: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return a part of a packed matrix; `kind` "" is a float, -1 any length."""
-        if name not in self._where:
-            raise ModelFileError(f"the model has no tensor {name}")
-        piece = self._piece(name)
-        found, size = piece.get_dtype(), tuple(piece.get_shape())
-        fits = len(size) == len(shape) and all(
-            want in {-1, got} for want, got in zip(shape, size, strict=True)
-        )
-        if not fits or not (found.startswith(kind) if kind else found in _FLOATS):
-            raise ModelFileError(f"tensor {name} is {found} {size}, expected {kind} {shape}")
-        self._unused.discard(name)
-        value = self._files[self._where[name]].get_tensor(name)
-        array: NDArray[Any] = (value if kind else value.float()).numpy()
-        return array
-
     def leftovers(self) -> set[str]:
-        """See `TensorSource`."""
-        return self._unused
-
-
-def _shards(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.is_file():
-        return ["model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ModelFileError(f"malformed {_INDEX}") from None
-    for name in names:
-        # The index is from outside: it may name files of its own folder only.
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise ModelFileError(f"malformed {_INDEX}: it names a file outside its folder")
-    return names
+        """See `TensorSource`. Biases of nothing but zeros, which GPTQ's tools write, are none."""
+        found = tuple(self._shards.unused)
+        return {n for n in found if not n.endswith("_proj.bias") or self._shards.tensor(n).any()}
