@@ -38,6 +38,16 @@ class Borrowed(Protocol):
         """Look at the loan: bytes have passed, or it has ended."""
 
 
+def _epoll_of(loop: asyncio.AbstractEventLoop) -> int:
+    """Return the descriptor that libuv waits on, -1 for another loop.
+
+    libuv stops watching a descriptor that is not read when that next becomes readable, which costs
+    a wake-up for nothing; it begins again by adding it, so that it may be taken out before.
+    """
+    ask = getattr(loop, "_get_backend_id", None)
+    return -1 if ask is None else int(ask())
+
+
 class Lender:
     """The pump of one process, and who lent it what. Lives until `close`."""
 
@@ -45,7 +55,7 @@ class Lender:
         self.lent: dict[int, Borrowed] = {}
         self.lent_total = 0
         self.refused_total = 0  # by `limits.lent_streams`
-        self.pump = wire.pump(STREAMS_MAX, WAKE_BYTES)
+        self.pump = wire.pump(STREAMS_MAX, WAKE_BYTES, _epoll_of(loop))
         self._loop = loop
         if self.pump is not None:
             loop.add_reader(self.pump.fileno(), self._told)
@@ -125,11 +135,12 @@ class Lending(Dispatch):
             self._reads = 0  # not now
             return
         chunked = connection.chunked, not answer.ends_by_close
+        connection.pause()
         ticket = lender.lend(self, source, client, chunked=chunked)
         if ticket == NONE:
             self._reads = -(1 << 30)
+            connection.resume()
             return
-        connection.pause()
         self._ticket_lent = ticket
         self._lent_ns = self.context.clock.mono_ns()
 

@@ -151,13 +151,14 @@ def answer_heads(answer_head: _Head) -> _Head:
     return chosen
 
 
-def pump(streams_max: int, wake_bytes: int) -> Any | None:
+def pump(streams_max: int, wake_bytes: int, loop: int = -1) -> Any | None:
     """Return a `Pump` (pump.c), which passes event streams on without Python; None without C.
 
     `streams_max`: how many at once, at most 65,536; `wake_bytes`: passed bytes of one after which
-    its descriptor becomes readable. Raises OSError when there are no descriptors.
+    its descriptor becomes readable; `loop`: the epoll descriptor that the caller's loop waits on,
+    -1: none, or unknown. Raises OSError when there are no descriptors.
     """
-    return None if _wire is None else _wire.Pump(streams_max, wake_bytes)
+    return None if _wire is None else _wire.Pump(streams_max, wake_bytes, loop)
 
 
 def macs(mac: _Mac, sha256: _Hash) -> tuple[_Mac, _Hash]:

@@ -10,8 +10,11 @@
  * (READ_BYTES) that waits to be taken back. The sockets are duplicates: the caller's may close at
  * any time.
  *
- * Locking: `lock` guards all fields of Pump and of its streams; the thread holds it while it serves
- * what one epoll_wait has named, callers while they ask. The thread never takes the GIL.
+ * Locking: `lock` guards all fields of Pump and of its streams, and is held for no system call that
+ * passes bytes: callers ask while the thread reads and writes. The descriptors of the stream that it
+ * serves stay open meanwhile (`serving`): who takes it back waits. The thread never takes the GIL,
+ * and wakes the loop when it has served all that one epoll_wait has named: on a core that both share
+ * the loop would stand before the other streams.
  */
 #include "pump.h"
 
@@ -28,9 +31,6 @@ static void tell(Pump *pump, Stream *stream)
     if (!stream->told) {
         stream->told = true;
         pump->told[pump->told_count++] = (uint32_t)(stream - pump->streams);
-        if (pump->told_count == 1) {
-            (void)eventfd_write(pump->wake, 1);
-        }
     }
 }
 
@@ -91,22 +91,27 @@ static Py_ssize_t gather(const Stream *stream, const uint8_t *data, Py_ssize_t s
     return p == data + size ? gathered : -1;
 }
 
+/* Passes on what one read gives. Called, and returns, with the lock. */
 static void serve(Pump *pump, Stream *stream)
 {
+    uint8_t *payload = pump->out + FRAME_ROOM;
+    pthread_mutex_unlock(&pump->lock);
     ssize_t got = recv(stream->from, pump->read, READ_BYTES, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    bool nothing = got < 0 && (errno == EAGAIN || errno == EINTR);
+    Py_ssize_t size = got > 0 ? gather(stream, pump->read, got, payload) : 0;
+    pthread_mutex_lock(&pump->lock);
+    if (nothing) {
         return;
     }
     if (got <= 0) {
         end(pump, stream, ENDED, NULL, 0);
         return;
     }
-    uint8_t *payload = pump->out + FRAME_ROOM;
-    Py_ssize_t size = gather(stream, pump->read, got, payload);
     if (size < 0 || !keep(stream, payload, (size_t)size)) {
         end(pump, stream, UNREAD, pump->read, (size_t)got);
         return;
     }
+    pthread_mutex_unlock(&pump->lock);
     uint8_t *out = payload;
     size_t length = (size_t)size;
     if (stream->chunked_out) { /* one chunk a read (RFC 9112 section 7.1) */
@@ -123,6 +128,7 @@ static void serve(Pump *pump, Stream *stream)
     }
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
+    pthread_mutex_lock(&pump->lock);
     stream->last_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     if ((size_t)sent < length) {
         end(pump, stream, UNSENT, out + sent, length - (size_t)sent);
@@ -147,10 +153,21 @@ static void *work(void *argument)
             /* It may have been taken back, and lent again, since the kernel named it. */
             Stream *stream = &pump->streams[(uint32_t)name];
             if (stream->lent && stream->why == RUNNING && stream->generation == name >> 32) {
+                pump->serving = stream;
                 serve(pump, stream);
+                pump->serving = NULL;
+                if (pump->awaited) {
+                    pump->awaited = false;
+                    pthread_cond_broadcast(&pump->served);
+                }
             }
         }
+        bool wake = pump->told_count > 0 && !pump->woken;
+        pump->woken |= wake;
         pthread_mutex_unlock(&pump->lock);
+        if (wake) {
+            (void)eventfd_write(pump->wake, 1);
+        }
     }
 }
 

@@ -40,8 +40,11 @@ typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
     pthread_t thread;
-    bool running;
+    pthread_cond_t served; /* with `lock`: `serving` has changed, for who waits */
+    bool running, awaited, woken; /* `woken`: the loop has been told, and has not asked yet */
+    Stream *serving; /* what the thread reads and writes now; NULL: none */
     int epoll, control, wake;
+    int loop; /* the epoll descriptor the loop waits on, -1: unknown */
     size_t wake_bytes;
     uint32_t streams_max, top; /* `top`: streams from here on were never used */
     uint32_t free_count, told_count;

@@ -34,6 +34,20 @@ static Stream *find(Pump *pump, PyObject *ticket)
     return NULL;
 }
 
+/* Waits, with the lock, until the thread does not serve this stream. Nobody else takes it back
+ * meanwhile: those who ask are one loop. */
+static void await_served(Pump *pump, Stream *stream)
+{
+    if (pump->serving == stream) {
+        Py_BEGIN_ALLOW_THREADS
+        while (pump->serving == stream) {
+            pump->awaited = true;
+            pthread_cond_wait(&pump->served, &pump->lock);
+        }
+        Py_END_ALLOW_THREADS
+    }
+}
+
 static PyObject *take_seen(Stream *stream)
 {
     PyObject *seen =
@@ -83,6 +97,9 @@ static PyObject *pump_lend(Pump *pump, PyObject *const *args, Py_ssize_t nargs)
                    epoll_ctl(pump->epoll, EPOLL_CTL_ADD, stream->from, &event) == 0;
     if (stream->lent) {
         pthread_mutex_unlock(&pump->lock);
+        if (pump->loop >= 0) { /* where it is not watched any more, nothing is lost */
+            (void)epoll_ctl(pump->loop, EPOLL_CTL_DEL, from, NULL);
+        }
         return PyLong_FromUnsignedLongLong(event.data.u64);
     }
     int problem = errno;
@@ -127,6 +144,7 @@ static PyObject *pump_take_back(Pump *pump, PyObject *ticket)
     if (stream == NULL) {
         return NULL;
     }
+    await_served(pump, stream);
     if (stream->why == RUNNING) {
         (void)epoll_ctl(pump->epoll, EPOLL_CTL_DEL, stream->from, NULL);
     }
@@ -166,6 +184,7 @@ static PyObject *pump_told(Pump *pump, PyObject *unused)
         return NULL;
     }
     lock(pump);
+    pump->woken = false;
     while (pump->told_count > 0) {
         uint32_t at = pump->told[pump->told_count - 1];
         uint64_t name = (uint64_t)pump->streams[at].generation << 32 | at;
@@ -198,9 +217,10 @@ static void stop(Pump *pump)
 
 static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"streams_max", "wake_bytes", NULL};
-    int streams_max, wake_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii", names, &streams_max, &wake_bytes)) {
+    static char *names[] = {"streams_max", "wake_bytes", "loop", NULL};
+    int streams_max, wake_bytes, loop = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|i", names, &streams_max, &wake_bytes,
+                                     &loop)) {
         return NULL;
     }
     if (streams_max < 1 || streams_max > STREAMS_MAX || wake_bytes < 1 ||
@@ -214,8 +234,10 @@ static PyObject *pump_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     pthread_mutex_init(&pump->lock, NULL);
+    pthread_cond_init(&pump->served, NULL);
     pump->streams_max = (uint32_t)streams_max;
     pump->wake_bytes = (size_t)wake_bytes;
+    pump->loop = loop;
     pump->epoll = epoll_create1(EPOLL_CLOEXEC);
     pump->control = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pump->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -268,6 +290,7 @@ static void pump_dealloc(Pump *pump)
     free(pump->told);
     free(pump->read);
     free(pump->out);
+    pthread_cond_destroy(&pump->served);
     pthread_mutex_destroy(&pump->lock);
     type->tp_free((PyObject *)pump);
     Py_DECREF(type);
@@ -278,7 +301,8 @@ static PyMethodDef pump_methods[] = {
      "fileno()\n--\n\nReturn a descriptor that is readable when `told` has something."},
     {"lend", (PyCFunction)(void (*)(void))pump_lend, METH_FASTCALL,
      "lend(source, client, chunked_in, chunked_out, /)\n--\n\n"
-     "Begin to pass bytes on; return a ticket, -1 when `streams_max` are lent. Raises OSError."},
+     "Begin to pass bytes on; return a ticket, -1 when `streams_max` are lent. Raises OSError.\n\n"
+     "The caller has stopped reading the source."},
     {"look", (PyCFunction)pump_look, METH_O,
      "look(ticket, /)\n--\n\nReturn (what passed since the last look, why it ended or 0)."},
     {"last_ns", (PyCFunction)pump_last_ns, METH_O,
@@ -296,7 +320,9 @@ static PyType_Slot pump_slots[] = {
     {Py_tp_new, pump_new},
     {Py_tp_dealloc, pump_dealloc},
     {Py_tp_methods, pump_methods},
-    {Py_tp_doc, "Pump(streams_max, wake_bytes)\n--\n\nPasses event streams on (see pump.c)."},
+    {Py_tp_doc, "Pump(streams_max, wake_bytes, loop=-1)\n--\n\n"
+                "Passes event streams on (see pump.c). `loop`: the epoll descriptor of the\n"
+                "caller's loop, which forgets a source that it does not read."},
     {0, NULL},
 };
 
