@@ -8,6 +8,7 @@ import itertools
 import os
 import select
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,13 @@ class Loan:
         """Close all four ends."""
         for end in (self.source, self._from, self._to, self.client):
             end.close()
+
+
+def plain(chunks: bytes) -> bytes:
+    """Return the payload of whole chunks, and of what has come of the last."""
+    reader = ChunkReader()
+    reader.feed(chunks)
+    return b"".join(reader.pieces)
 
 
 @pytest.fixture
@@ -222,6 +230,55 @@ def test_descriptors_may_be_closed_while_lent(pump: Any) -> None:
     os.close(number)
     pump.take_back(loan.ticket)
     loan.close()
+
+
+def test_taking_back_in_the_middle_of_it_loses_nothing(pump: Any) -> None:
+    """Again and again while bytes pass: each is passed on, or given back, once and in order."""
+    sent = b"".join(frame(b"%06d" % number) for number in range(10_000))
+    loan = Loan(pump)
+    pump.take_back(loan.ticket)
+    arrived: list[bytes] = []
+    sender = threading.Thread(target=loan.source.sendall, args=(sent,))
+    reader = threading.Thread(target=lambda: arrived.append(loan.received(1 << 24)))
+    sender.start()
+    reader.start()
+    seen = b""
+    while len(seen) < len(plain(sent)):
+        ticket = pump.lend(loan._from, loan._to, True, True)
+        time.sleep(1e-5)  # or the thread never has its turn
+        part, why, rest, _ = pump.take_back(ticket)
+        seen += part
+        if why == UNREAD:
+            while len(rest) % len(frame(bytes(6))):  # a chunk came in part: the caller reads on
+                rest += loan._from.recv(1)
+            seen += plain(rest)
+        loan._to.sendall(rest)
+    sender.join()
+    loan._to.shutdown(socket.SHUT_WR)
+    reader.join()
+    assert seen == plain(sent) == plain(arrived[0])
+    loan.close()
+
+
+def test_the_loop_is_not_woken_for_what_is_lent() -> None:
+    """Its epoll forgets the source; it may add it again."""
+    with select.epoll() as loop:
+        pump = wire.pump(8, 4096, loop.fileno())
+        assert pump is not None
+        loan = Loan(pump)
+        pump.take_back(loan.ticket)
+        loop.register(loan._from, select.EPOLLIN)
+        ticket = pump.lend(loan._from, loan._to, True, True)
+        loan.source.send(frame(b"data: 1\n\n"))
+        assert loan.received(14) == frame(b"data: 1\n\n")
+        loan.source.send(b"0\r\n\r\n")
+        assert select.select([pump], [], [], WAIT_S)[0]
+        assert pump.told() == [ticket]
+        assert loop.poll(0) == []
+        loop.register(loan._from, select.EPOLLIN)
+        pump.take_back(ticket)
+        loan.close()
+        pump.close()
 
 
 def test_leaves_no_descriptor_behind() -> None:
