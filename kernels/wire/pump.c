@@ -11,10 +11,10 @@
  * any time.
  *
  * Locking: `lock` guards all fields of Pump and of its streams. It is held for no system call that
- * passes bytes, so that callers may ask meanwhile; the descriptors of the stream that is served stay
- * open (`serving`): who takes it back waits. The thread never takes the GIL, and wakes the loop when
- * it has served all that one epoll_wait has named: on a core that both share the loop would stand
- * before the other streams.
+ * passes bytes, so callers may ask meanwhile; the descriptors of the stream that is served stay
+ * open (`serving`): who takes it back waits. The thread never takes the GIL, and wakes the loop
+ * when it has served all that one epoll_wait has named: on a core that both share the loop would
+ * stand before the other streams.
  */
 #include "pump.h"
 
