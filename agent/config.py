@@ -8,19 +8,14 @@ is a mistake. Nothing here is a secret: the token is a file that a setting point
 Pure: `load` is given the file's text and the environment; only `read` touches the disk.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from proxy.config import split_address
-from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from proxy.settings import FILE_NAME, Section, SettingsError, build, own_variables, setting
 
 VARIABLES = "TONGGUAN_AGENT_"
 # A unix socket's path must fit into sockaddr_un (unix(7)); one byte is its terminator.
@@ -30,8 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 _URL = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+/?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
+class Agent(Section):
     """Settings of one node agent."""
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log level")
@@ -127,9 +121,8 @@ class Agent:
     grace_s: float = setting(25.0, "time for running requests at shutdown", ge=0, le=3600)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Root:
-    agent: Agent = field(default_factory=Agent)
+class _Root(Section):
+    agent: Agent = Agent()
 
 
 def load(text: str, environ: Mapping[str, str]) -> Agent:
@@ -144,7 +137,7 @@ def load(text: str, environ: Mapping[str, str]) -> Agent:
         raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
     env = {n: v for n, v in own_variables(environ, ()).items() if n.startswith(VARIABLES)}
     section = {"agent": table["agent"]} if "agent" in table else {}
-    root: _Root = build(_Root, section, env, "", problems)
+    root = build(_Root, section, env, "", problems)
     problems.extend(f"{name}: unknown variable" for name in sorted(env))
     problems.extend(_cross_check(root.agent))
     if problems:

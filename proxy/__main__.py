@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from proxy import lean  # noqa: F401 - before what loads msgspec
 from proxy.config import Settings, read
 from proxy.keys.memory import no_core_dumps
 from proxy.settings import SettingsError, StartError, service_variables
@@ -79,7 +80,6 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
     """Run a sidecar until a signal; return the exit code."""
     import uvloop  # noqa: PLC0415 - `--help` has no use for it
 
-    _load_msgspec()
     from proxy.lifecycle import Sidecar  # noqa: PLC0415
     from proxy.reload import Source  # noqa: PLC0415
 
@@ -101,18 +101,6 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
     finally:
         loop.close()
     return EXIT_OK
-
-
-def _load_msgspec() -> None:
-    """Load it without typing_extensions, of which this Python's own typing has what it takes."""
-    name = "typing_extensions"
-    if name in sys.modules:
-        return
-    sys.modules[name] = None  # type: ignore[assignment] # as if it were not installed
-    try:
-        import msgspec  # noqa: F401, PLC0415
-    finally:
-        del sys.modules[name]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ cannot be used, 4 that room is not in this image. `audit verify` has its own, 10
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from importlib import metadata
@@ -175,6 +174,8 @@ def config_check(path: str | None, show: bool) -> None:
 
     Exit codes: 0 settings ok, 2 mistakes.
     """
+    import msgspec
+
     from proxy.config import describe, load
     from proxy.settings import FILE_NAME, SettingsError, source
 
@@ -192,7 +193,7 @@ def config_check(path: str | None, show: bool) -> None:
             problems = problem.problems
         for name, room in _rooms_with_settings():
             try:
-                shown[name] = dataclasses.asdict(room(text, os.environ))
+                shown[name] = msgspec.to_builtins(room(text, os.environ))
             except SettingsError as problem:
                 problems += [line for line in problem.problems if line not in problems]
     if path is None and Path(FILE_NAME).exists():

@@ -11,13 +11,11 @@ settings imports them from here. Pure: `load` is given the file's text and the e
 `read` touches the disk.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import tomllib
-from collections.abc import Mapping  # noqa: TC003 - read at run time by get_type_hints
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import msgspec
 
 from proxy import gateways
 from proxy.config_address import FIELD_VALUE, split_address, split_endpoint, split_url
@@ -28,7 +26,7 @@ from proxy.config_pools import Pool, Pools, Seal, UpperPool, pools_problems
 from proxy.config_qos import Qos, Rule, Tenant, qos_problems
 from proxy.config_tls import Tls
 from proxy.config_tracing import Tracing, tracing_problems
-from proxy.settings import FILE_NAME, SettingsError, build, own_variables, setting, source
+from proxy.settings import FILE_NAME, Section, SettingsError, build, own_variables, setting, source
 
 __all__ = [
     "WORKERS_MAX",
@@ -63,8 +61,7 @@ OTHER_ROOMS = ("AGENT_", "UP_", "CLIENT_")
 WORKERS_MAX = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(Section):
     """Who this sidecar is."""
 
     cluster: str = setting("local", "cluster name, in audit origins")
@@ -79,8 +76,7 @@ class Identity:
     image: str = setting("unknown", "image digest, in the audit genesis")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Section):
     """Sizes in bytes, counts."""
 
     head_bytes: int = setting(64 << 10, "a head in all", ge=1024, le=1 << 20)
@@ -98,8 +94,7 @@ class Limits:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class Timeouts(Section):
     """Times in seconds."""
 
     connect_s: float = setting(2.0, "connect to an upstream", ge=0.01)
@@ -116,26 +111,25 @@ class Timeouts:
     drain_s: float = setting(30.0, "grace for streams at shutdown", ge=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Section):
     """All of it."""
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log level")
     workers: int = setting(
         1, "processes behind the app door; bounds are of each", ge=1, le=WORKERS_MAX
     )
-    doors: Doors = field(default_factory=Doors)
-    tls: Tls = field(default_factory=Tls)
-    pools: Pools = field(default_factory=Pools)
-    qos: Qos = field(default_factory=Qos)
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    identity: Identity = field(default_factory=Identity)
-    keys: Keys = field(default_factory=Keys)
-    envelope: Envelope = field(default_factory=Envelope)
-    audit: Audit = field(default_factory=Audit)
-    tracing: Tracing = field(default_factory=Tracing)
-    limits: Limits = field(default_factory=Limits)
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    doors: Doors = Doors()
+    tls: Tls = Tls()
+    pools: Pools = Pools()
+    qos: Qos = Qos()
+    tenants: Mapping[str, Tenant] = msgspec.field(default_factory=dict)
+    identity: Identity = Identity()
+    keys: Keys = Keys()
+    envelope: Envelope = Envelope()
+    audit: Audit = Audit()
+    tracing: Tracing = Tracing()
+    limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
 
 
 def load(text: str, environ: Mapping[str, str]) -> Settings:
@@ -150,7 +144,7 @@ def load(text: str, environ: Mapping[str, str]) -> Settings:
         raise SettingsError([f"{FILE_NAME}: {problem}"]) from None
     table.pop("agent", None)  # the agent's room; it checks its own names
     env = own_variables(environ, OTHER_ROOMS)
-    settings: Settings = build(Settings, table, env, "", problems)
+    settings = build(Settings, table, env, "", problems)
     problems.extend(f"{name}: unknown variable" for name in sorted(env))
     problems.extend(cross_check(settings))
     if problems:
@@ -181,4 +175,4 @@ def read(path: str | None, environ: Mapping[str, str]) -> Settings:
 
 def describe(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data, for `/config` and `tongguan config check`."""
-    return dataclasses.asdict(settings)
+    return cast("dict[str, Any]", msgspec.to_builtins(settings))

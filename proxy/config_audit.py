@@ -1,12 +1,9 @@
 """Settings of the audit chain."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Literal
 
 from proxy.config_address import split_endpoint
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 # An auditor derives each key from the one before, and a chain has at most 999 999 of them.
 ROTATE_RECORDS_MIN = 1000
@@ -17,8 +14,7 @@ WITNESSES_MAX = 4
 Sync = Literal["group", "request"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditSync:
+class AuditSync(Section):
     """Which classes' requests wait for the disk: the audit policy `audit_sync`."""
 
     p0: Sync = setting("group", "request: sent on once its open record is on disk")
@@ -35,8 +31,7 @@ class AuditSync:
         return tuple(qos for qos, sync in rows if sync == "request")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
+class Audit(Section):
     """The audit chain."""
 
     enabled: bool = setting(True, "write an audit chain")
@@ -93,7 +88,7 @@ class Audit:
         "keyed", "plain lets a dictionary open prompt hashes"
     )
     observed_bytes: int = setting(64 << 20, "bodies held for hashing, together", ge=1 << 20)
-    sync: AuditSync = field(default_factory=AuditSync)
+    sync: AuditSync = AuditSync()
 
 
 def audit_problems(audit: Audit) -> list[str]:

@@ -1,15 +1,10 @@
 """Settings of the doors: where this process listens."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from proxy.config_address import split_address
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class Doors(Section):
     """Listening addresses, host:port; an empty one is closed."""
 
     app: str = setting("127.0.0.1:14080", "plaintext door for the pod's own application")

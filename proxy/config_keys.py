@@ -1,21 +1,17 @@
 """Settings of the keys and of the channel that is sealed with them."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Written into a request's path as it is: nothing to escape, and no way out of the mount.
 _PATH = re.compile(r"(?!.*\.\.)[A-Za-z0-9_./-]{0,255}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class Keys(Section):
     """Where keys come from."""
 
     provider: Literal["file", "directory", "http", "pkcs11"] = setting("file", "key provider")
@@ -71,8 +67,7 @@ def keys_problems(keys: Keys) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class Envelope(Section):
     """Receiver side of the SM4 channel."""
 
     window_s: int = setting(60, "how old an envelope may be", ge=1, le=600)

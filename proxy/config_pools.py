@@ -1,18 +1,14 @@
 """Settings of the pools: upstream endpoints and how they are used."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from proxy.config_address import FIELD_VALUE, split_endpoint
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 OVERFLOWS_TO = {"dedicated": "shared", "shared": "best_effort"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class Seal(Section):
     """Sealing on the way out, to the sealed doors of the next hop."""
 
     keys: tuple[str, ...] = setting(
@@ -25,8 +21,7 @@ class Seal:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class Pool(Section):
     """One group of upstream endpoints."""
 
     endpoints: tuple[str, ...] = setting(
@@ -42,7 +37,7 @@ class Pool:
     idle_connections: int = setting(64, "idle connections kept", ge=0)
     keepalive_s: float = setting(50.0, "idle time upstream; keep it below the peer's", ge=0)
     retry_percent: float = setting(10.0, "requests sent a second time; 0: none", ge=0, le=100)
-    seal: Seal = field(default_factory=Seal)
+    seal: Seal = Seal()
     eject_errors: int = setting(5, "errors in a row that eject an endpoint; 0: never", ge=0)
     eject_slow_factor: float = setting(
         5.0, "first byte over the others' median that ejects an endpoint; 0: never", ge=0
@@ -51,7 +46,6 @@ class Pool:
     eject_max_s: float = setting(300.0, "longest ejection", ge=0.1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UpperPool(Pool):
     """A pool with one below it, which may take what it cannot."""
 
@@ -60,15 +54,14 @@ class UpperPool(Pool):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pools:
+class Pools(Section):
     """The three pools a class is sent to."""
 
     there_are: ClassVar[str] = "; there are dedicated, shared and best_effort"
 
-    dedicated: UpperPool = field(default_factory=UpperPool)
-    shared: UpperPool = field(default_factory=UpperPool)
-    best_effort: Pool = field(default_factory=Pool)
+    dedicated: UpperPool = UpperPool()
+    shared: UpperPool = UpperPool()
+    best_effort: Pool = Pool()
 
 
 def pools_problems(pools: Pools) -> list[str]:

@@ -1,19 +1,15 @@
 """Settings of the classes: who waits how, rules, and what a tenant may ask for."""
 
-from __future__ import annotations
-
 import typing
-from dataclasses import dataclass, field
 from typing import Literal
 
 from proxy.config_address import split_url
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 QosName = Literal["P0", "P1", "P2"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class P0:
+class P0(Section):
     """Settings of class P0 alone."""
 
     inflight: int = setting(128, "P0 requests in flight; beyond it 503 queue_full", ge=1)
@@ -22,8 +18,7 @@ class P0:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class P1:
+class P1(Section):
     """Settings of class P1."""
 
     queue: int = setting(256, "requests that wait; beyond it 503 queue_full", ge=0, le=65536)
@@ -34,8 +29,7 @@ class P1:
     burst: int = setting(0, "requests at once under rate; 0: a second's worth", ge=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class P2:
+class P2(Section):
     """Settings of class P2."""
 
     queue: int = setting(256, "requests that wait; beyond it 503 queue_full", ge=0, le=65536)
@@ -46,8 +40,7 @@ class P2:
     burst: int = setting(0, "requests at once under rate; 0: a second's worth", ge=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adaptive:
+class Adaptive(Section):
     """The limit on requests in flight that follows the upstreams' answers."""
 
     enabled: bool = setting(True, "follow times to first byte; false: pools.*.inflight alone")
@@ -57,8 +50,7 @@ class Adaptive:
     headroom: float = setting(0.1, "share of the found limit that is left free", ge=0, le=0.9)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Section):
     """One classification rule; conditions that are empty or 0 hold always."""
 
     qos: str = setting("", "the class it gives: P0, P1 or P2; required")
@@ -71,8 +63,7 @@ class Rule:
     prompt_tokens_max: int = setting(0, "the same, at most; 0: any", ge=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qos:
+class Qos(Section):
     """Classes, and who waits how."""
 
     default_class: QosName = setting("P1", "class of a request that names none")
@@ -83,15 +74,14 @@ class Qos:
     limits_url: str = setting(
         "http://127.0.0.1:14190/v1/limits", "where the agent says its limits; empty: not asked"
     )
-    p0: P0 = field(default_factory=P0)
-    p1: P1 = field(default_factory=P1)
-    p2: P2 = field(default_factory=P2)
-    adaptive: Adaptive = field(default_factory=Adaptive)
+    p0: P0 = P0()
+    p1: P1 = P1()
+    p2: P2 = P2()
+    adaptive: Adaptive = Adaptive()
     rules: tuple[Rule, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class Tenant(Section):
     """What one tenant may ask for."""
 
     max_class: QosName = setting("P1", "highest class; P0 is granted by name")

@@ -1,15 +1,11 @@
 """Settings of TLS on the sealed door (docs/tls.md)."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Literal
 
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
+class Tls(Section):
     """TLS 1.3 by RFC 8998 around the sealed door; off without a certificate."""
 
     certificate: str = setting("", "SM2 certificate and its chain, PEM; empty: no TLS")

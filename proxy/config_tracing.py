@@ -1,15 +1,11 @@
 """Settings of the spans that go to a collector."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from proxy.settings import setting
+from proxy.settings import Section, setting
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tracing:
+class Tracing(Section):
     """Spans of finished requests, for OpenTelemetry."""
 
     endpoint: str = setting(

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from proxy.config import Settings, read
 from proxy.connector import trust
 from proxy.sealing import read_keys, sealing_problems
@@ -237,8 +239,8 @@ def load_tls(settings: Settings) -> LoadedTls | None:
 
 def keep_fixed(new: Settings, start: Settings) -> tuple[Settings, list[str]]:
     """Return `new` with what cannot change as it was at the start, and the names of that."""
-    doors = dataclasses.replace(start.doors, connections=new.doors.connections)
-    settings = dataclasses.replace(
+    doors = msgspec.structs.replace(start.doors, connections=new.doors.connections)
+    settings = msgspec.structs.replace(
         new,
         workers=start.workers,
         doors=doors,

@@ -1,21 +1,21 @@
 """How settings are declared, read and checked; which there are is `config`'s.
 
-A section is a frozen dataclass of `setting(...)` fields: default, meaning with its unit, bounds.
-`build` fills it from a table and from variables, and collects every mistake. The agent declares its
-own settings in the same way. Pure, but for `source`, `file_mark` and `one_line`: they touch a file.
+A `Section` is a class of `setting(...)` fields: default, meaning with its unit, bounds. `build`
+fills it from a table and from variables, and collects every mistake. The agent declares its own
+settings in the same way. Pure, but for `source`, `file_mark` and `one_line`: they touch a file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import typing
-from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 ENV_PREFIX = "TONGGUAN_"
 FILE_NAME = "tongguan.toml"
@@ -36,6 +36,19 @@ class SettingsError(Exception):
         self.problems = problems
 
 
+class Setting(msgspec.Struct, frozen=True):
+    """What is declared of one setting: default, meaning with its unit, inclusive bounds.
+
+    `lone`: a list that may also be written as one string.
+    """
+
+    default: Any
+    doc: str
+    ge: float | None
+    le: float | None
+    lone: bool
+
+
 def setting(
     default: Any,
     doc: str,
@@ -44,11 +57,44 @@ def setting(
     le: float | None = None,
     lone: bool = False,
 ) -> Any:
-    """Declare one setting: default, what it means with its unit, inclusive bounds.
+    """Declare one setting; see `Setting`."""
+    return Setting(default, doc, ge, le, lone)
 
-    `lone`: a list that may also be written as one string.
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+class _Declaring(msgspec.StructMeta):
+    """Keeps what is declared of a section's settings, and leaves their defaults to msgspec.
+
+    Not dataclasses: each writes and compiles its methods anew at every start.
     """
-    return field(default=default, metadata={"doc": doc, "ge": ge, "le": le, "lone": lone})
+
+    declared: dict[str, Setting]
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Declaring:  # noqa: PYI034 - no Self here
+        own = {n: value for n, value in namespace.items() if isinstance(value, Setting)}
+        defaults = {n: declared.default for n, declared in own.items()}
+        made = super().__new__(mcs, name, bases, namespace | defaults, frozen=True, kw_only=True)
+        made.declared = {**getattr(made, "declared", {}), **own}
+        return made
+
+
+class Section(msgspec.Struct, metaclass=_Declaring):
+    """Settings that belong together: frozen, by keyword alone."""
+
+
+AnySection = typing.TypeVar("AnySection", bound=Section)
+
+
+def is_section(hint: Any) -> bool:
+    """Say whether a member's type is a section."""
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def members(kind: type[Section]) -> Iterator[tuple[str, Any, Setting | None]]:
+    """Yield (name, type, declaration) of all in a section; None: a section, or a table of them."""
+    hints = typing.get_type_hints(kind)
+    for name in kind.__struct_fields__:
+        yield name, hints[name], kind.declared.get(name)
 
 
 _SERVICE_SUFFIXES = ("_SERVICE_HOST", "_PORT")
@@ -99,13 +145,13 @@ def _coerce(kind: Any, value: Any, *, text: bool) -> Any:
     raise ValueError(_type_name(kind))
 
 
-def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text: bool) -> Any:
+def _checked(path: str, declared: Setting, kind: Any, value: Any, *, text: bool) -> Any:
     try:
-        lone = meta.get("lone", False) and isinstance(value, str)
+        lone = declared.lone and isinstance(value, str)
         result = _coerce(kind, value, text=text or lone)
     except (ValueError, OverflowError):
         raise ValueError(f"{path}: expected {_type_name(kind)}, got {value!r}") from None
-    least, most = meta.get("ge"), meta.get("le")
+    least, most = declared.ge, declared.le
     if least is not None and result < least:
         raise ValueError(f"{path}: must be at least {least}, got {result}")
     if most is not None and result > most:
@@ -114,33 +160,31 @@ def _checked(path: str, meta: Mapping[str, Any], kind: Any, value: Any, *, text:
 
 
 def build(
-    kind: type[Any], table: Mapping[str, Any], env: dict[str, str], path: str, problems: list[str]
-) -> Any:
+    kind: type[AnySection],
+    table: Mapping[str, Any],
+    env: dict[str, str],
+    path: str,
+    problems: list[str],
+) -> AnySection:
     """Build one section from its table and the variables left in `env` (consumed ones are popped).
 
     Shared with the agent's settings, which are declared in the same way.
     """
-    hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
-    known = {f.name for f in dataclasses.fields(kind)}
-    there_are = getattr(kind, "there_are", "")
+    known, there_are = kind.__struct_fields__, getattr(kind, "there_are", "")
     problems.extend(f"{path}{k}: unknown setting{there_are}" for k in table if k not in known)
-    for item in dataclasses.fields(kind):
-        hint, full = hints[item.name], f"{path}{item.name}"
-        raw = table.get(item.name)
-        if dataclasses.is_dataclass(hint):
+    for name, hint, declared in members(kind):
+        full = f"{path}{name}"
+        raw = table.get(name)
+        if is_section(hint):
             if raw is not None and not isinstance(raw, dict):
                 problems.append(f"{full}: expected a table")
                 raw = None
-            values[item.name] = build(
-                typing.cast("type[Any]", hint), raw or {}, env, f"{full}.", problems
-            )
+            values[name] = build(hint, raw or {}, env, f"{full}.", problems)
             continue
-        if _is_list_of_tables(hint):
-            values[item.name] = _list(hint, raw, full, problems)
-            continue
-        if typing.get_origin(hint) not in (None, Literal, tuple):
-            values[item.name] = _mapping(hint, raw, full, problems)
+        if declared is None:
+            tables = _list if typing.get_origin(hint) is tuple else _mapping
+            values[name] = tables(hint, raw, full, problems)
             continue
         candidates: list[tuple[Any, bool, str]] = []
         if raw is not None:
@@ -150,7 +194,7 @@ def build(
             candidates.append((env.pop(variable), True, variable))
         for value, text, label in candidates:
             try:
-                values[item.name] = _checked(label, item.metadata, hint, value, text=text)
+                values[name] = _checked(label, declared, hint, value, text=text)
             except ValueError as problem:
                 problems.append(str(problem))
     return kind(**values)
@@ -166,25 +210,16 @@ def _mapping(hint: Any, raw: Any, full: str, problems: list[str]) -> dict[str, A
     return {name: build(row, sub, {}, f"{full}.{name}.", problems) for name, sub in raw.items()}
 
 
-def flat(section: Any, path: str = "") -> dict[str, Any]:
+def flat(section: Section | dict[str, Any], path: str = "") -> dict[str, Any]:
     """Return every setting by its full name."""
     rows: dict[str, Any] = {}
-    for name, value in _members(section):
-        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+    table = section if isinstance(section, dict) else msgspec.structs.asdict(section)
+    for name, value in table.items():
+        if isinstance(value, (Section, dict)):
             rows.update(flat(value, f"{path}{name}."))
         else:
             rows[f"{path}{name}"] = value
     return rows
-
-
-def _members(section: Any) -> list[tuple[str, Any]]:
-    if isinstance(section, dict):
-        return list(section.items())
-    return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
-
-
-def _is_list_of_tables(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0])
 
 
 def _list(hint: Any, raw: Any, full: str, problems: list[str]) -> tuple[Any, ...]:

@@ -11,12 +11,12 @@ Bounds: `WORKERS_MAX`; a sibling that does not answer in `ASK_S` counts as stuck
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import orjson
 
 from proxy.config import WORKERS_MAX
@@ -82,7 +82,7 @@ class Worker:
             return doors
         admin = f"unix:{self.socket_of(self.index)}" if doors.admin else ""
         sealed = doors.sealed if shares_sealed(settings) else ""
-        return dataclasses.replace(doors, sealed=sealed, admin=admin)
+        return msgspec.structs.replace(doors, sealed=sealed, admin=admin)
 
     def shares(self, door: str, settings: Settings) -> bool:
         """Say whether others listen at the same address; else a second listener is refused."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import typing
@@ -13,6 +12,7 @@ import agent.config
 import agent.plan
 import proxy.config
 from deploy.setup import settings_table
+from proxy.settings import Section, is_section, members
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,13 +94,11 @@ def test_every_link_in_a_document_resolves() -> None:
     assert list(broken_links("docs/a.md", "[x](no-such-file.md)"))
 
 
-def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
-    hints = typing.get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        name, hint = f"{prefix}{item.name}", hints[item.name]
-        yield name
-        if dataclasses.is_dataclass(hint):
-            yield from setting_names(typing.cast("type", hint), f"{name}.")
+def setting_names(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, hint, _ in members(kind):
+        yield f"{prefix}{name}"
+        if is_section(hint):
+            yield from setting_names(hint, f"{prefix}{name}.")
 
 
 @cache

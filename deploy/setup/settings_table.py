@@ -7,14 +7,13 @@ tests/test_docs.py holds the file to what this prints.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import typing
 from typing import Any
 
 from agent.config import Agent
 from proxy.config import Pool, Settings, UpperPool
-from proxy.settings import ENV_PREFIX
+from proxy.settings import ENV_PREFIX, Section, Setting, is_section, members
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +34,7 @@ UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_tokens": "
 KINDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
-def takes(name: str, kind: Any, metadata: typing.Mapping[str, Any]) -> str:
+def takes(name: str, kind: Any, declared: Setting) -> str:
     """Return what values a setting takes: choices, or kind, unit and inclusive bounds."""
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
@@ -45,7 +44,7 @@ def takes(name: str, kind: Any, metadata: typing.Mapping[str, Any]) -> str:
     text = KINDS[kind]
     if kind in (int, float):
         text = next((unit for end, unit in UNITS.items() if name.endswith(end)), text)
-    least, most = metadata["ge"], metadata["le"]
+    least, most = declared.ge, declared.le
     if least is not None and most is not None:
         return f"{text}, {least} to {most}"
     if least is not None:
@@ -67,17 +66,16 @@ def shown(name: str, value: Any) -> str:
     return f"`{value}`" if isinstance(value, str) and value else str(value) or "empty"
 
 
-def rows(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
+def rows(kind: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
     """Yield (section, line of the table) for every setting below `kind`."""
-    hints = typing.get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        hint, path = hints[item.name], f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(hint):
-            if hint is UpperPool and item.name == "shared":  # the three are alike: one table
+    for name, hint, declared in members(kind):
+        path = f"{prefix}{name}"
+        if is_section(hint):
+            if hint is UpperPool and name == "shared":  # the three are alike: one table
                 yield from rows(UpperPool, f"{prefix}<pool>.")
-            elif not issubclass(typing.cast("type", hint), Pool):
-                yield from rows(typing.cast("type", hint), f"{path}.")
-        elif "doc" not in item.metadata:
+            elif not issubclass(hint, Pool):
+                yield from rows(hint, f"{path}.")
+        elif declared is None:
             inner = typing.get_args(hint)
             if typing.get_origin(hint) is tuple:  # a list of tables
                 yield from rows(inner[0], f"{path}[].")
@@ -88,16 +86,16 @@ def rows(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
             variable = f"`{ENV_PREFIX}{path.replace('.', '_').upper()}`"
             cells = (
                 f"`{path}`",
-                shown(item.name, item.default),
-                takes(item.name, hint, item.metadata),
-                item.metadata["doc"].replace("|", "\\|"),
+                shown(name, declared.default),
+                takes(name, hint, declared),
+                declared.doc.replace("|", "\\|"),
                 "file only" if mapped else variable,
             )
             section = path.partition(".")[0] if "." in path else ""
             yield section, f"| {' | '.join(cells)} |"
 
 
-def table(kind: type, prefix: str) -> Iterator[str]:
+def table(kind: type[Section], prefix: str) -> Iterator[str]:
     """Yield the lines of the tables of one room, a heading for each section."""
     last: str | None = None
     for section, line in rows(kind, prefix):

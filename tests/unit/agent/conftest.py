@@ -5,7 +5,6 @@ decides every delta. The API, uvicorn and the sockets are the real ones.
 """
 
 import asyncio
-import dataclasses
 import json
 import queue
 import socket
@@ -13,6 +12,7 @@ import threading
 import time
 
 import httpx
+import msgspec
 import pytest
 
 from agent.api import Api
@@ -205,7 +205,7 @@ def start(engine):
     running = []
 
     def serve(engine=engine, token=b"", unix_path=None, chains=None, **settings):
-        settings = dataclasses.replace(Agent(), **settings)
+        settings = msgspec.structs.replace(Agent(), **settings)
         served = Served(settings, engine, token, unix_path, chains)
         running.append(served)
         return served

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import typing
 
 import pytest
 
 from proxy.config import Settings, load
-from proxy.settings import SettingsError
+from proxy.settings import SettingsError, is_section, members
 
 
 def problems(text="", environ=None):
@@ -19,14 +18,12 @@ def problems(text="", environ=None):
 
 
 def leaves(kind=Settings, path=""):
-    """Yield (dotted name, type, metadata) of every setting but the tables of tenants."""
-    hints = typing.get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        hint = hints[item.name]
-        if dataclasses.is_dataclass(hint):
-            yield from leaves(hint, f"{path}{item.name}.")
-        elif item.metadata:
-            yield f"{path}{item.name}", hint, item.metadata
+    """Yield (dotted name, type, declaration) of every setting but the tables of tenants."""
+    for name, hint, declared in members(kind):
+        if is_section(hint):
+            yield from leaves(hint, f"{path}{name}.")
+        elif declared is not None:
+            yield f"{path}{name}", hint, declared
 
 
 LEAVES = list(leaves())
@@ -48,15 +45,15 @@ def toml(name, value):
     return (f"[{section}]\n" if section else "") + f"{last} = {json.dumps(value)}\n"
 
 
-def good_value(name, hint, meta, default):
+def good_value(name, hint, declared, default):
     """Return a valid value that is not the default."""
     if hint is bool:
         return not default
     if hint in (int, float):
         value = default + 1
-        if meta["le"] is None or value <= meta["le"]:
+        if declared.le is None or value <= declared.le:
             return value
-        return meta["ge"] if default > meta["ge"] else meta["le"]
+        return declared.ge if default > declared.ge else declared.le
     if typing.get_origin(hint) is typing.Literal:
         others = [v for v in typing.get_args(hint) if v != default]
         return others[0] if others else default

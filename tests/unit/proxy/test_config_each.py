@@ -79,9 +79,9 @@ def test_a_key_goes_on_after_a_thousand_records_at_the_earliest():
     assert problem == "audit.rotate_records: expected 0 or at least 1000"
 
 
-@pytest.mark.parametrize(("name", "hint", "meta"), ALONE, ids=[name for name, *_ in ALONE])
-def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, meta):
-    value = good_value(name, hint, meta, lookup(Settings(), name))
+@pytest.mark.parametrize(("name", "hint", "declared"), ALONE, ids=[name for name, *_ in ALONE])
+def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, declared):
+    value = good_value(name, hint, declared, lookup(Settings(), name))
     expected = tuple(value) if isinstance(value, list) else value
     assert lookup(load(toml(name, value), {}), name) == expected
     text = ",".join(value) if isinstance(value, list) else str(value)
@@ -90,9 +90,9 @@ def test_a_setting_is_read_from_the_file_and_from_its_variable(name, hint, meta)
     assert type(lookup(from_env, name)) is type(lookup(Settings(), name))
 
 
-@pytest.mark.parametrize(("name", "hint", "meta"), LEAVES, ids=NAMES)
-def test_a_value_of_another_type_is_refused_by_name(name, hint, meta):
-    del meta
+@pytest.mark.parametrize(("name", "hint", "declared"), LEAVES, ids=NAMES)
+def test_a_value_of_another_type_is_refused_by_name(name, hint, declared):
+    del declared
     found = problems(toml(name, 1 if hint in (str, bool, tuple[str, ...]) else "no such value"))
     assert len(found) == 1
     assert found[0].startswith(f"{name}: expected ")
@@ -104,12 +104,12 @@ def test_a_value_of_another_type_is_refused_by_name(name, hint, meta):
         assert found[0].startswith(f"{variable(name)}: expected ")
 
 
-BOUNDED = [(n, h, m) for n, h, m in LEAVES if m["ge"] is not None or m["le"] is not None]
+BOUNDED = [(n, h, m) for n, h, m in LEAVES if m.ge is not None or m.le is not None]
 
 
-@pytest.mark.parametrize(("name", "hint", "meta"), BOUNDED, ids=[n for n, _, _ in BOUNDED])
-def test_bounds_are_inclusive_and_beyond_them_is_refused(name, hint, meta):
-    for bound, step, word in ((meta["ge"], -1, "at least"), (meta["le"], 1, "at most")):
+@pytest.mark.parametrize(("name", "hint", "declared"), BOUNDED, ids=[n for n, _, _ in BOUNDED])
+def test_bounds_are_inclusive_and_beyond_them_is_refused(name, hint, declared):
+    for bound, step, word in ((declared.ge, -1, "at least"), (declared.le, 1, "at most")):
         if bound is None:
             continue
         assert lookup(load(toml(name, bound), {}), name) == bound
