@@ -12,7 +12,6 @@ piece more; of an answer, a single envelope or one frame is held (`sm4.answer`),
 from __future__ import annotations
 
 import re
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from proxy.errors import RequestError
@@ -36,7 +35,6 @@ _HINTS = re.compile(
     rb"(?im)^(?:date|retry-after|server-timing|x-request-id|x-should-retry"
     rb"|x-tongguan-upstream-error):[^\r\n]*\r\n"
 )
-_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _NOTHING: frozenset[bytes] = frozenset()
 # Codes of the next hop with which trying again cannot help.
 _FINAL = frozenset(("payload_too_large", "headers_too_large", "envelope_rejected"))
@@ -241,7 +239,7 @@ class SealedAttempt:
             lines = b"Content-Type: %b\r\n%b" % (kind, lines)
         return ResponseHead(
             status,
-            _PHRASES.get(status, b""),
+            _phrase(status),
             1,
             length,
             length is None,
@@ -280,3 +278,12 @@ class SealedAttempt:
         # What the request itself brought about says nothing about who answered.
         own = 400 <= outer.status < 500 and not (code or "").startswith("envelope_")
         relay.no_envelope(problem, fault=not own)
+
+
+def _phrase(status: int) -> bytes:
+    from http import HTTPStatus  # noqa: PLC0415 - with the first answer of a sealed door
+
+    try:
+        return HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""

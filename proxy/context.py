@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy import trace
 from proxy.alarms import Alarms, LatelyTaken
@@ -26,7 +25,6 @@ from proxy.observe import Observing
 from proxy.qos.classes import CLASSES, POOL_OF
 from proxy.qos.pools import Ejection, Endpoint, PoolState, State
 from proxy.qos.rules import rules_of
-from proxy.retry import Retries
 from proxy.sealing import all_keys, let_seal
 from proxy.sm4.budget import Budget, Held
 from proxy.sm4.keyring import Keyring
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from proxy.audit.retention import Retention
     from proxy.audit.writer import AuditWriter
     from proxy.clock import Clock
-    from proxy.config import Pool
+    from proxy.config import Pool, Timeouts
     from proxy.keys.provider import KeySet
     from proxy.lending import Lender
     from proxy.qos.classes import PoolName, QosClass
@@ -55,19 +53,31 @@ log = logging.getLogger(__name__)
 TENANTS_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True)
 class Times:
     """The timeouts the data path compares, in nanoseconds."""
 
-    head_ns: int
-    body_idle_ns: int
-    first_byte_ns: int
-    stream_idle_ns: int
-    client_stall_ns: int
-    request_total_ns: int
-    keepalive_ns: int
-    discard_ns: int
-    tunnel_idle_ns: int
+    __slots__ = (
+        "body_idle_ns",
+        "client_stall_ns",
+        "discard_ns",
+        "first_byte_ns",
+        "head_ns",
+        "keepalive_ns",
+        "request_total_ns",
+        "stream_idle_ns",
+        "tunnel_idle_ns",
+    )
+
+    def __init__(self, row: Timeouts) -> None:
+        self.head_ns: Final = int(row.head_s * 1e9)
+        self.body_idle_ns: Final = int(row.body_idle_s * 1e9)
+        self.first_byte_ns: Final = int(row.first_byte_s * 1e9)
+        self.stream_idle_ns: Final = int(row.stream_idle_s * 1e9)
+        self.client_stall_ns: Final = int(row.client_stall_s * 1e9)
+        self.request_total_ns: Final = int(row.request_total_s * 1e9)
+        self.keepalive_ns: Final = int(row.keepalive_s * 1e9)
+        self.discard_ns: Final = int(row.discard_s * 1e9)
+        self.tunnel_idle_ns: Final = int(row.tunnel_idle_s * 1e9)
 
 
 class Connection(Protocol):
@@ -89,11 +99,13 @@ class Connection(Protocol):
         """End what still runs: the drain grace is over."""
 
 
-@dataclass(slots=True)
 class Current:
     """Where every context finds the newest one."""
 
-    context: Context
+    __slots__ = ("context",)
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
 
 
 class Context:
@@ -108,12 +120,7 @@ class Context:
         self.clock = clock
         self.loop = loop
         self.counters = Counters()
-        self.times = Times(
-            *(
-                int(getattr(settings.timeouts, name.removesuffix("_ns") + "_s") * 1e9)
-                for name in Times.__dataclass_fields__
-            )
-        )
+        self.times = Times(settings.timeouts)
         # A sealed body holds a share of the budget, so it has to come on faster.
         sealed_idle_ns = min(int(settings.envelope.progress_s * 1e9), self.times.body_idle_ns)
         self.body_idle_ns = {"app": self.times.body_idle_ns, "sealed": sealed_idle_ns}
@@ -245,7 +252,6 @@ class Context:
             qos=CLASS_OF[name],
             settings=pool,
             state=PoolState(name, endpoints, pool.inflight, rules),
-            retries=Retries(pool.retry_percent),
             upstreams=Upstreams(
                 self.loop,
                 self.head_limits,

@@ -10,8 +10,7 @@ integer `Retry-After` of at least 1 (docs/sidecar.md, "Answers of our own").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import orjson
 
@@ -51,15 +50,17 @@ Outcome = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
 class ErrorKind:
     """One row: what a code means on the wire and in the audit record."""
 
-    code: str
-    status: int
-    type: str
-    outcome: Outcome
-    fault: Fault
+    __slots__ = ("code", "fault", "outcome", "status", "type")
+
+    def __init__(self, code: str, status: int, kind: str, outcome: Outcome, fault: Fault) -> None:
+        self.code: Final = code
+        self.status: Final = status
+        self.type: Final = kind
+        self.outcome: Final = outcome
+        self.fault: Final = fault
 
 
 def _table(*rows: ErrorKind) -> dict[str, ErrorKind]:

@@ -13,9 +13,8 @@ an answer that was cut never ends like a whole one (docs/sidecar.md, "Answers of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from proxy.errors import Code, Outcome
@@ -55,13 +54,15 @@ class Action(Enum):
     CUT = "cut"  # close without the regular end
 
 
-@dataclass(frozen=True, slots=True)
 class Closing:
     """The verdict: audit outcome, error code for the answer (None: none of ours), action."""
 
-    outcome: Outcome
-    code: Code | None
-    action: Action
+    __slots__ = ("action", "code", "outcome")
+
+    def __init__(self, outcome: Outcome, code: Code | None, action: Action) -> None:
+        self.outcome: Final = outcome
+        self.code: Final = code
+        self.action: Final = action
 
 
 # End -> (outcome before a head was written, outcome after it, error code, is the client there)

@@ -7,24 +7,25 @@ hot path compares nothing and formats little. Pure, but for the counters it poin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from proxy.config import Pool, Qos, UpperPool
-from proxy.connector import Upstreams
-from proxy.metrics import Histogram
-from proxy.qos.admission import Tier
 from proxy.qos.classes import CLASSES, PoolName, QosClass, UnknownClassError, Verdict, classify
-from proxy.qos.pools import PoolState
-from proxy.qos.ratelimit import TokenBucket
-from proxy.qos.rules import Rule
 from proxy.retry import Retries
-from proxy.sm4.caller import Recipient
+
+if TYPE_CHECKING:
+    from proxy.connector import Upstreams
+    from proxy.metrics import Histogram
+    from proxy.qos.admission import Tier
+    from proxy.qos.pools import PoolState
+    from proxy.qos.ratelimit import TokenBucket
+    from proxy.qos.rules import Rule
+    from proxy.sm4.caller import Recipient
 
 # Who takes what a pool has no place or no healthy endpoint for, if its `overflow` is set.
 OVERFLOW: dict[PoolName, PoolName] = {"dedicated": "shared", "shared": "best_effort"}
 
 
-@dataclass(slots=True)
 class Route:
     """One pool: its places, its connections, and what it adds to a request's head.
 
@@ -33,15 +34,36 @@ class Route:
     has those of its endpoints, by URL, that are sealed to.
     """
 
-    name: PoolName
-    qos: QosClass
-    settings: Pool
-    state: PoolState
-    upstreams: Upstreams
-    retries: Retries
-    endpoint_host: bytes
-    authorization: bytes = field(default=b"", repr=False)
-    recipients: dict[str, Recipient] = field(default_factory=dict)
+    __slots__ = (
+        "authorization",
+        "endpoint_host",
+        "name",
+        "qos",
+        "recipients",
+        "retries",
+        "settings",
+        "state",
+        "upstreams",
+    )
+
+    def __init__(
+        self,
+        name: PoolName,
+        qos: QosClass,
+        settings: Pool,
+        state: PoolState,
+        upstreams: Upstreams,
+        endpoint_host: bytes,
+    ) -> None:
+        self.name = name
+        self.qos = qos
+        self.settings = settings
+        self.state = state
+        self.upstreams = upstreams
+        self.retries = Retries(settings.retry_percent)
+        self.endpoint_host = endpoint_host
+        self.authorization = b""
+        self.recipients: dict[str, Recipient] = {}
 
     @property
     def seals(self) -> bool:
@@ -54,40 +76,86 @@ class Route:
         return self.settings.host.encode()
 
 
-@dataclass(slots=True)
 class Lane:
-    """One tenant's requests of one effective class."""
+    """One tenant's requests of one effective class, `wanted` being the one that was asked for.
 
-    qos: QosClass
-    asked: str  # the class that the tenant's cap lowered, else empty
-    route: Route
-    tier: Tier  # where it takes its place: its class's, or that of the pool it overflows to
-    bucket: TokenBucket | None  # the tenant's, for all its classes but P0
-    weighs: bool  # the pool has several endpoints, so what a request costs says which
-    host: bytes
-    request_fields: bytes  # X-QoS-Class and X-Tenant-Id upstream, Authorization if the pool has one
-    answer_fields: bytes  # X-QoS-Class, X-QoS-Pool, and the name of X-Trace-Id
-    duration: Histogram
-    first_byte: Histogram
-    overflow: Lane | None = None  # the same request in the pool that takes what this one cannot
-    seals: bool = False  # sealed on the way out
-    may_seal: bool = False  # that, or where it overflows to it is
-    opens: bool = False  # it is sent on once its `open` record is on disk
+    `tier`: where it takes its place, its class's or that of the pool it overflows to. `overflow`:
+    the same request in the pool that takes what this one cannot.
+    """
+
+    __slots__ = (
+        "answer_fields",
+        "asked",
+        "bucket",
+        "duration",
+        "first_byte",
+        "host",
+        "may_seal",
+        "opens",
+        "overflow",
+        "qos",
+        "request_fields",
+        "route",
+        "seals",
+        "tier",
+        "weighs",
+    )
+
+    def __init__(
+        self,
+        tenant: str,
+        verdict: Verdict,
+        wanted: str,
+        route: Route,
+        tier: Tier,
+        histograms: tuple[Histogram, Histogram],
+        bucket: TokenBucket | None,
+        overflow: Lane | None,
+    ) -> None:
+        qos = verdict.qos
+        fields = f"X-QoS-Class: {qos}\r\nX-Tenant-Id: {tenant}\r\n".encode()
+        answer = f"X-QoS-Class: {qos}\r\nX-QoS-Pool: {route.name}\r\nX-Trace-Id: "
+        self.qos: QosClass = qos
+        self.asked = wanted if verdict.capped else ""  # the class that the tenant's cap lowered
+        self.route = route
+        self.tier = tier
+        self.bucket = None if qos == "P0" else bucket  # the tenant's, for all its other classes
+        # The pool has several endpoints, so what a request costs says which.
+        self.weighs = len(route.state.endpoints) > 1
+        self.host = route.host
+        self.request_fields = fields + route.authorization
+        self.answer_fields = answer.encode()
+        self.duration, self.first_byte = histograms
+        self.overflow = overflow
+        self.seals = route.seals  # sealed on the way out
+        # That, or where it overflows to it is.
+        self.may_seal = route.seals or (overflow is not None and overflow.seals)
+        self.opens = False  # it is sent on once its `open` record is on disk
 
 
-@dataclass(slots=True)
 class Tenant:
     """One tenant: `known` has the lane of each plain header value, and of None, its absence.
 
     Where `rules` have to see the body first, None is not known.
     """
 
-    name: str
-    max_class: QosClass
-    prompt_key: bytes | None = field(repr=False)
-    known: dict[bytes | None, Lane]
-    default: Lane
-    rules: tuple[Rule, ...] = ()
+    __slots__ = ("default", "known", "max_class", "name", "prompt_key", "rules")
+
+    def __init__(
+        self,
+        name: str,
+        max_class: QosClass,
+        prompt_key: bytes | None,
+        known: dict[bytes | None, Lane],
+        default: Lane,
+        rules: tuple[Rule, ...],
+    ) -> None:
+        self.name = name
+        self.max_class: QosClass = max_class
+        self.prompt_key = prompt_key
+        self.known = known
+        self.default = default
+        self.rules = rules
 
     def lane(self, asked: bytes | None, *, repeated: bool, qos: Qos) -> Lane | None:
         """Return the lane of any value, plain or not; None: `rules` have to see the body first.
@@ -165,27 +233,10 @@ def _lane(
 ) -> Lane:
     pool = taken_by or verdict.pool
     route = routes[pool]
-    duration, first_byte = histograms[verdict.qos]
-    fields = f"X-QoS-Class: {verdict.qos}\r\nX-Tenant-Id: {tenant}\r\n".encode()
-    answer = f"X-QoS-Class: {verdict.qos}\r\nX-QoS-Pool: {pool}\r\nX-Trace-Id: "
     overflow = None
     upper = route.settings
     if taken_by is None and isinstance(upper, UpperPool) and upper.overflow:  # one step, no further
         other = OVERFLOW[pool]
         overflow = _lane(tenant, verdict, wanted, routes, tiers, histograms, bucket, other)
-    return Lane(
-        qos=verdict.qos,
-        asked=wanted if verdict.capped else "",
-        route=route,
-        tier=tiers[route.qos],
-        bucket=None if verdict.qos == "P0" else bucket,
-        weighs=len(route.state.endpoints) > 1,
-        host=route.host,
-        request_fields=fields + route.authorization,
-        answer_fields=answer.encode(),
-        duration=duration,
-        first_byte=first_byte,
-        overflow=overflow,
-        seals=route.seals,
-        may_seal=route.seals or (overflow is not None and overflow.seals),
-    )
+    tier, both = tiers[route.qos], histograms[verdict.qos]
+    return Lane(tenant, verdict, wanted, route, tier, both, bucket, overflow)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.attempt import SealedAttempt
 from proxy.errors import RequestError
@@ -38,14 +37,16 @@ _CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
 class ToSeal:
     """What each attempt seals. `head`: the outer lines that are the same for all of them."""
 
-    prelude: RequestPrelude
-    model: str
-    head: bytes
-    body: bytes = field(repr=False)
+    __slots__ = ("body", "head", "model", "prelude")
+
+    def __init__(self, prelude: RequestPrelude, model: str, head: bytes, body: bytes) -> None:
+        self.prelude: Final = prelude
+        self.model: Final = model
+        self.head: Final = head
+        self.body: Final = body
 
 
 def names_model(content_type: str) -> bool:

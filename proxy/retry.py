@@ -20,8 +20,7 @@ unless the pool says that its requests may be repeated (RFC 9110 section 9.2.2).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 WINDOW_S = 60
 FREE = 10  # resends in a window that need no traffic: a budget of little traffic is not nothing
@@ -33,7 +32,6 @@ REASONS: tuple[Reason, ...] = ("unwritten", "repeatable", "refused")
 COUNTED: tuple[Denial, ...] = ("once", "streamed", "unprovable", "budget")
 
 
-@dataclass(frozen=True, slots=True)
 class Attempt:
     """How an attempt on a connection ended.
 
@@ -41,11 +39,16 @@ class Attempt:
     still here; `again`: it was the second attempt.
     """
 
-    answered: bool
-    reused: bool
-    again: bool
-    held: bool
-    unwritten: bool
+    __slots__ = ("again", "answered", "held", "reused", "unwritten")
+
+    def __init__(
+        self, *, answered: bool, reused: bool, again: bool, held: bool, unwritten: bool
+    ) -> None:
+        self.answered: Final = answered
+        self.reused: Final = reused
+        self.again: Final = again
+        self.held: Final = held
+        self.unwritten: Final = unwritten
 
 
 def denial(attempt: Attempt, *, repeatable: bool) -> Denial | None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from kernels import wire
 from proxy.audit import canonical
@@ -197,13 +196,15 @@ def _request_lines_pure(
 _request_lines = wire.runs(_request_lines_pure)
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
     """Where a chain stands: the next seq, the MAC of the record before it, which of its keys."""
 
-    seq: int = 0
-    prev: str = ZERO_MAC
-    turn: int = 0  # rotations so far
+    __slots__ = ("prev", "seq", "turn")
+
+    def __init__(self, seq: int = 0, prev: str = ZERO_MAC, turn: int = 0) -> None:
+        self.seq: Final = seq
+        self.prev: Final = prev
+        self.turn: Final = turn  # rotations so far
 
 
 class Turn:

@@ -8,7 +8,7 @@ it. Pure; looks at `PEEK_BYTES` at most.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import Final
 
 import orjson
 
@@ -19,17 +19,19 @@ _LIMITS = frozenset(("max_completion_tokens", "max_tokens"))
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]:,]|"', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
 class Glimpse:
     """What was seen. `prompt_bytes`: of the member, as it stands; of the body where it has none.
 
     `readable`: a model was found, or the body was seen to its end. `max_tokens` is 0 if unknown.
     """
 
-    model: str
-    prompt_bytes: int
-    max_tokens: int
-    readable: bool
+    __slots__ = ("max_tokens", "model", "prompt_bytes", "readable")
+
+    def __init__(self, model: str, prompt_bytes: int, max_tokens: int, *, readable: bool) -> None:
+        self.model: Final = model
+        self.prompt_bytes: Final = prompt_bytes
+        self.max_tokens: Final = max_tokens
+        self.readable: Final = readable
 
 
 def peek(body: bytes, length: int, named: str = "") -> Glimpse:
@@ -41,7 +43,8 @@ def peek(body: bytes, length: int, named: str = "") -> Glimpse:
     whole = len(seen) == length
     model, prompt, limit = _walk(seen, length)
     model = named or model
-    return Glimpse(model, length if prompt is None else prompt, limit, bool(model) or whole)
+    size = length if prompt is None else prompt
+    return Glimpse(model, size, limit, readable=bool(model) or whole)
 
 
 def _walk(body: bytes, length: int) -> tuple[str, int | None, int]:

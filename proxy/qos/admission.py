@@ -23,8 +23,7 @@ Bounds: `queue_max` tickets a class; as many again of those that left and were n
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from proxy.metrics import Histogram
 from proxy.qos.measure import DrainRate, ShedBudget
@@ -59,14 +58,18 @@ class Waiter(Protocol):
         """End: it was refused."""
 
 
-@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request is refused, when to come back, and whether that can help by then."""
 
-    reason: ShedReason
-    qos: QosClass
-    retry_after_s: int
-    retry_helps: bool
+    __slots__ = ("qos", "reason", "retry_after_s", "retry_helps")
+
+    def __init__(
+        self, reason: ShedReason, qos: QosClass, retry_after_s: int, *, retry_helps: bool
+    ) -> None:
+        self.reason: Final = reason
+        self.qos: Final = qos
+        self.retry_after_s: Final = retry_after_s
+        self.retry_helps: Final = retry_helps
 
 
 class Ticket:
@@ -85,14 +88,18 @@ class Ticket:
         self.gone = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What settings say of one class: bounds, weight, deadline, budget."""
 
-    queue_max: int = 0
-    wait_ns: int = 0
-    weight: int = 1
-    early_shed: float = 0.0
+    __slots__ = ("early_shed", "queue_max", "wait_ns", "weight")
+
+    def __init__(
+        self, *, queue_max: int = 0, wait_ns: int = 0, weight: int = 1, early_shed: float = 0.0
+    ) -> None:
+        self.queue_max: Final = queue_max
+        self.wait_ns: Final = wait_ns
+        self.weight: Final = weight
+        self.early_shed: Final = early_shed
 
 
 class Tier:
@@ -263,7 +270,7 @@ class Gate:
             tier.shed_beyond += 1
         after_s = tier.retry_after_s(now_ns)
         helps = tier.qos == "P0" or after_s * _NS <= tier.terms.wait_ns
-        return Refusal(reason, tier.qos, after_s, helps)
+        return Refusal(reason, tier.qos, after_s, retry_helps=helps)
 
     def run_out(self, ticket: Ticket, now_ns: int, started: int) -> Refusal:
         """Take out a ticket whose deadline has passed."""

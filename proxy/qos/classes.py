@@ -6,8 +6,7 @@ header values in, a verdict out (docs/sidecar.md, "Classes").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 QosClass = Literal["P0", "P1", "P2"]
 PoolName = Literal["dedicated", "shared", "best_effort"]
@@ -29,17 +28,19 @@ class UnknownClassError(ValueError):
     """The request names a class that is none, and policy says to refuse it."""
 
 
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """The effective class; `capped` when the tenant's cap lowered it."""
 
-    qos: QosClass
-    pool: PoolName
-    capped: bool
+    __slots__ = ("capped", "pool", "qos")
+
+    def __init__(self, qos: QosClass, *, capped: bool) -> None:
+        self.qos: Final = qos
+        self.pool: Final = POOL_OF[qos]
+        self.capped: Final = capped
 
 
 _VERDICTS = {
-    (qos, capped): Verdict(qos, POOL_OF[qos], capped) for qos in CLASSES for capped in (False, True)
+    (qos, capped): Verdict(qos, capped=capped) for qos in CLASSES for capped in (False, True)
 }
 
 

@@ -17,8 +17,8 @@ The last one is never given up, so a pool without a healthy endpoint has exactly
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 REST_NS = 1_000_000_000  # how long an endpoint that refused a connection is avoided
 WEIGHT = 0.1  # of the newest latency in the average
@@ -45,20 +45,28 @@ STATE_NAMES = {
 HEALTHY, SUSPECT, HALF_OPEN, EJECTED = State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ejection:
     """When an endpoint is left alone, and for how long at first and at most.
 
     `errors` in a row; an average latency of `slow_factor` times the others' median. 0: never.
     """
 
-    errors: int = 5
-    slow_factor: float = 5.0
-    first_ns: int = 10_000_000_000
-    most_ns: int = 300_000_000_000
+    __slots__ = ("errors", "first_ns", "most_ns", "slow_factor")
+
+    def __init__(
+        self,
+        *,
+        errors: int = 5,
+        slow_factor: float = 5.0,
+        first_ns: int = 10_000_000_000,
+        most_ns: int = 300_000_000_000,
+    ) -> None:
+        self.errors: Final = errors
+        self.slow_factor: Final = slow_factor
+        self.first_ns: Final = first_ns
+        self.most_ns: Final = most_ns
 
 
-@dataclass(slots=True)
 class Endpoint:
     """One upstream address: (host, port), or the path of a unix socket.
 
@@ -66,42 +74,77 @@ class Endpoint:
     it is one of several or has failed. `sealed`: it is sent nothing but envelopes.
     """
 
-    url: str
-    address: tuple[str, int] | str
-    tls: bool = False
-    sealed: bool = False
-    outstanding: int = 0
-    watch: bool = False
-    state: State = HEALTHY
-    errors: int = 0  # in a row
-    rest_until_ns: int = 0
-    until_ns: int = 0  # ejected until then
-    doublings: int = 0
-    healed_ns: int = 0
-    probing: bool = False  # a request that tries it is out
-    first_byte_ns: float = 0.0  # moving average
-    samples: int = 0
+    __slots__ = (
+        "address",
+        "doublings",
+        "errors",
+        "first_byte_ns",
+        "healed_ns",
+        "outstanding",
+        "probing",
+        "rest_until_ns",
+        "samples",
+        "sealed",
+        "state",
+        "tls",
+        "until_ns",
+        "url",
+        "watch",
+    )
+
+    def __init__(self, url: str, address: tuple[str, int] | str, *, tls: bool = False) -> None:
+        self.url = url
+        self.address = address
+        self.tls = tls
+        self.sealed = False
+        self.outstanding = 0
+        self.watch = False
+        self.state: State = HEALTHY
+        self.errors = 0  # in a row
+        self.rest_until_ns = 0
+        self.until_ns = 0  # ejected until then
+        self.doublings = 0
+        self.healed_ns = 0
+        self.probing = False  # a request that tries it is out
+        self.first_byte_ns = 0.0  # moving average
+        self.samples = 0
 
 
-@dataclass(slots=True)
 class PoolState:
     """Counts of one pool; `inflight_max` bounds the requests it holds."""
 
-    name: str
-    endpoints: list[Endpoint]
-    inflight_max: int
-    rules: Ejection = field(default_factory=Ejection)
-    inflight: int = 0
-    refused: int = 0
-    overflows: int = 0  # requests that another pool took
-    ejections: dict[str, int] = field(init=False)
-    probes: dict[str, int] = field(init=False)
-    _single: Endpoint | None = field(init=False, default=None)
-    _next: int = field(init=False, default=0)
+    __slots__ = (
+        "_next",
+        "_single",
+        "ejections",
+        "endpoints",
+        "inflight",
+        "inflight_max",
+        "name",
+        "overflows",
+        "probes",
+        "refused",
+        "rules",
+    )
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        endpoints: list[Endpoint],
+        inflight_max: int,
+        rules: Ejection | None = None,
+    ) -> None:
+        self.name = name
+        self.endpoints = endpoints
+        self.inflight_max = inflight_max
+        self.rules = rules or Ejection()
+        self.inflight = 0
+        self.refused = 0
+        self.overflows = 0  # requests that another pool took
         self.ejections = {"errors": 0, "slow": 0}
         self.probes = {"passed": 0, "failed": 0}
+        self._single: Endpoint | None = None
+        self._next = 0
         self._arrange()
 
     def renew(self, endpoints: list[Endpoint], inflight_max: int, rules: Ejection) -> None:

@@ -8,8 +8,7 @@ what cannot match is left out, and so is all that follows a rule without further
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,15 +20,24 @@ if TYPE_CHECKING:
 BYTES_A_TOKEN = 4  # of UTF-8 text, roughly; counts only as an estimate
 
 
-@dataclass(frozen=True, slots=True)
 class Rule:
     """What is left of a rule once the tenant is known. `number` counts from 1 in the settings."""
 
-    number: int
-    qos: QosClass
-    model: re.Pattern[str] | None
-    bytes_min: int
-    bytes_max: int
+    __slots__ = ("bytes_max", "bytes_min", "model", "number", "qos")
+
+    def __init__(
+        self,
+        number: int,
+        qos: QosClass,
+        model: re.Pattern[str] | None,
+        bytes_min: int,
+        bytes_max: int,
+    ) -> None:
+        self.number: Final = number
+        self.qos: Final = qos
+        self.model: Final = model
+        self.bytes_min: Final = bytes_min
+        self.bytes_max: Final = bytes_max
 
     @property
     def plain(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.audit.record import OUTCOMES, PHASES
 from proxy.errors import ERRORS
-from proxy.exchange import PHASE_NAMES, Action, Closing, End, Exchange, Progress, closing
+from proxy.exchange import PHASE_NAMES, Action, End, Exchange, Progress, closing
 
 # (outcome, code, action) before an answer head was written, and after it where the client stands
 # between two events of an event stream, and anywhere else.
@@ -78,7 +78,7 @@ def test_closing(end, progress, event_stream, between):
     else:
         outcome, code, action = TABLE[end][1 if event_stream and between else 2]
     found = closing(end, progress, event_stream=event_stream, between_events=between)
-    assert found == Closing(outcome, code, Action(action))
+    assert (found.outcome, found.code, found.action) == (outcome, code, Action(action))
 
 
 @pytest.mark.parametrize(("end", "progress", "event_stream", "between"), CASES)

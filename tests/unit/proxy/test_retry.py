@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 
 from proxy.retry import COUNTED, FREE, WINDOW_S, Attempt, Retries, denial
 
-LOST = Attempt(answered=False, reused=True, again=False, held=True, unwritten=True)
-FACTS = [field.name for field in dataclasses.fields(Attempt)]
+FACTS = {"answered": False, "reused": True, "again": False, "held": True, "unwritten": True}
+LOST = Attempt(**FACTS)
 
 
 def but(**facts):
-    return dataclasses.replace(LOST, **facts)
+    return Attempt(**(FACTS | facts))
 
 
 @pytest.mark.parametrize("repeatable", [False, True])
