@@ -16,7 +16,6 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ import msgspec
 
 from proxy.config import Settings, read
 from proxy.connector import trust
+from proxy.discreet import Discreet
 from proxy.sealing import read_keys, sealing_problems
 from proxy.settings import FILE_NAME, SettingsError, file_mark, flat, one_line
 
@@ -51,21 +51,22 @@ keys' mark under None."""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Discreet, frozen=True):
     """What was read, all of it good. `kept`: names whose new values need a restart.
 
     `plan`: the keys as the ring is to take them.
     """
 
+    shown = ("kept",)
+
     settings: Settings
-    keys: KeySet | None = field(repr=False)
-    authorization: Mapping[PoolName, bytes] = field(repr=False)
-    trust: Mapping[PoolName, ssl.SSLContext] = field(default_factory=dict)
-    tls: LoadedTls | None = field(default=None, repr=False)
-    sealing: Mapping[PoolName, KeysByUrl] = field(default_factory=dict, repr=False)
+    keys: KeySet | None
+    authorization: Mapping[PoolName, bytes]
+    trust: Mapping[PoolName, ssl.SSLContext] = msgspec.field(default_factory=dict)
+    tls: LoadedTls | None = None
+    sealing: Mapping[PoolName, KeysByUrl] = msgspec.field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    plan: Plan | None = field(default=None, repr=False)
+    plan: Plan | None = None
 
 
 class Source:

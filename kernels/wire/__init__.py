@@ -10,7 +10,7 @@ Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-25
 many leaves of a Merkle tree at a time. And `pump`, the one thing here with a thread: the middle of
 event streams, without Python.
 
-The readers hold the GIL, keep no state between calls, and fill the twins' own dataclasses slot by
+The readers hold the GIL, keep no state between calls, and fill the twins' own records slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
 """
 

@@ -20,14 +20,11 @@ int record_bind(Record *record, PyObject *cls, const char *const *names, int cou
         return -1;
     }
     for (int i = 0; i < count; i++) {
-        PyObject *slot = PyTuple_GET_ITEM(slots, i);
-        PyObject *member = NULL;
+        PyObject *member = PyObject_GetAttrString(cls, names[i]);
         PyMemberDef *def = NULL;
-        if (PyUnicode_Check(slot) && PyUnicode_CompareWithASCIIString(slot, names[i]) == 0) {
-            member = PyObject_GetAttr(cls, slot);
-        }
-        if (member != NULL && Py_IS_TYPE(member, &PyMemberDescr_Type) &&
-            PyDescr_TYPE(member) == type) {
+        if (member == NULL) {
+            PyErr_Clear();
+        } else if (Py_IS_TYPE(member, &PyMemberDescr_Type) && PyDescr_TYPE(member) == type) {
             def = ((PyMemberDescrObject *)member)->d_member;
         }
         if (def == NULL || def->type != T_OBJECT_EX || def->offset < (Py_ssize_t)sizeof(PyObject) ||

@@ -22,7 +22,7 @@ typedef struct {
     Py_ssize_t size;
 } Span;
 
-/* --- records: instances of a Python dataclass with slots, filled without its __init__ --------- */
+/* --- records: instances of a Python class with slots, filled without its __init__ ------------- */
 
 enum { RECORD_FIELDS_MAX = 16 };
 
@@ -32,7 +32,8 @@ typedef struct {
     Py_ssize_t offsets[RECORD_FIELDS_MAX];
 } Record;
 
-/* Binds to `cls`, whose __slots__ must be exactly `names`, in order; 0, or -1 with TypeError. */
+/* Binds to `cls`, whose __slots__ must be exactly `names`, in any order (a msgspec.Struct sorts its
+ * own); 0, or -1 with TypeError. */
 int record_bind(Record *record, PyObject *cls, const char *const *names, int count);
 /* Returns a new instance that takes over `values`, count references; on any NULL among them, or no
  * memory, drops them all and returns NULL with an exception. */

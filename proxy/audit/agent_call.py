@@ -7,12 +7,13 @@ seconds, so there is no pool.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 
 from proxy.audit.escrow import NOTE_BYTES_MAX
+from proxy.discreet import Discreet
 
 TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 64 << 10
@@ -26,12 +27,13 @@ class AgentError(Exception):
         self.refused = refused
 
 
-@dataclass(frozen=True, slots=True)
-class AgentAddress:
+class AgentAddress(Discreet, frozen=True):
     """Where an agent is: (host, port) or a unix socket's path, and what is shown to it."""
 
+    shown = ("address",)
+
     address: tuple[str, int] | str
-    authorization: bytes = field(default=b"", repr=False)
+    authorization: bytes = b""
 
     def post(
         self, path: str, body: bytes, *fields: str, timeout_s: float = TIMEOUT_S
@@ -86,12 +88,13 @@ class AgentAddress:
         return wire
 
 
-@dataclass(frozen=True, slots=True)
-class ChainSeed:
+class ChainSeed(Discreet, frozen=True):
     """A seed of the agent's, with its escrow."""
 
+    shown = ("id", "escrow")
+
     id: str
-    value: bytes = field(repr=False)
+    value: bytes
     escrow: str
 
 
@@ -108,8 +111,7 @@ def chain_seed(agent: AgentAddress, origin: str) -> ChainSeed:
     return seed
 
 
-@dataclass(frozen=True, slots=True)
-class TraceLease:
+class TraceLease(msgspec.Struct, frozen=True):
     """A block of trace ids; `until_s` by the clock that was asked with."""
 
     id: str

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from proxy.audit.note import Checkpoint, NoteError, SignedNote, parse_note, write_note
 from proxy.audit.tree import Range, consistency
@@ -33,8 +34,7 @@ LINES_MAX = 3
 LINES_BYTES_MAX = 2 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     """What the witness is asked to cosign."""
 
     note: str
@@ -43,8 +43,7 @@ class Submission:
     proof: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """How a submission ended. `cosigned` is the note with the witness's line, or empty.
 
     `known` is the size that the witness is known to hold now, -1 where nothing is known.
@@ -89,8 +88,7 @@ class Witness(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Signed:
+class Signed(msgspec.Struct, frozen=True):
     """A checkpoint of all that is durable, and an earlier note that witnesses have cosigned."""
 
     size: int
@@ -109,8 +107,7 @@ class Signed:
         return members
 
 
-@dataclass(slots=True)
-class _Asked:
+class _Asked(msgspec.Struct):
     """Where one witness is: the size that it is known to hold, and the one it is asked for."""
 
     witness: Witness

@@ -16,8 +16,9 @@ import itertools
 import os
 import time
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from proxy.audit.layout import ESCROW_NAME, LOCK_NAME, ids_name, segment_name, sync_dir
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
-@dataclass(slots=True, eq=False)
-class SegmentFile:
+class SegmentFile(msgspec.Struct, eq=False):
     """One segment on disk. The fields are the disk's; others read them between commits."""
 
     first_seq: int
@@ -48,8 +48,7 @@ class SegmentFile:
         return segment_name(self.first_seq)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """Bytes for one segment, and how many records they are."""
 
     segment: SegmentFile
@@ -58,8 +57,7 @@ class Part:
     records: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True):
     """A segment whose sync failed: it ends at `size`, and whether that much still reads back."""
 
     segment: SegmentFile
@@ -67,8 +65,7 @@ class Sealed:
     intact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """How a commit went: records durable from the first on, and why no more."""
 
     records: int

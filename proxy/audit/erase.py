@@ -12,10 +12,11 @@ import asyncio
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from msgspec.structs import replace
 
 from proxy.audit.chain import LINE_BYTES
 from proxy.audit.layout import chain_dirs, is_locked, open_regular, segments, sync_dir

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import base64
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy.audit import wrap
 from proxy.audit.note import COSIGNATURE, ED25519, Keyset, NoteError, PublicKey, parse_note
+from proxy.discreet import Discreet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,13 +37,14 @@ class EscrowError(ValueError):
     """This escrow gives no seed; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Discreet, frozen=True):
     """A seed that its maker signed for and the auditor could open."""
+
+    shown = ("seed_id", "origin", "signer")
 
     seed_id: str
     origin: str
-    seed: bytes = field(repr=False)
+    seed: bytes
     signer: str
 
 

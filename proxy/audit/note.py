@@ -18,9 +18,10 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from proxy.audit.tree import HASH_BYTES
 
@@ -46,8 +47,7 @@ class NoteError(ValueError):
     """A note, a checkpoint or a key is not of its form; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(msgspec.Struct, frozen=True):
     """One signature line; `blob` is what follows the key id."""
 
     name: str
@@ -60,16 +60,14 @@ class Signature:
         return f"\u2014 {self.name} {packed}\n"
 
 
-@dataclass(frozen=True, slots=True)
-class SignedNote:
+class SignedNote(msgspec.Struct, frozen=True):
     """A note's text, its last newline included, and its signatures."""
 
     text: str
     signatures: tuple[Signature, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True):
     """What a checkpoint states: this origin's tree had this root at this size."""
 
     origin: str
@@ -81,22 +79,23 @@ class Checkpoint:
         return f"{self.origin}\n{self.size}\n{base64.b64encode(self.root).decode()}\n"
 
 
-@dataclass(frozen=True, slots=True)
-class PublicKey:
+class PublicKey(msgspec.Struct, frozen=True):
     """A key that notes are verified with."""
 
     name: str
     kind: str
     public: bytes
-    key_id: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise NoteError("a key name has 1-128 printable characters, no space, no plus")
         if len(self.public) != PUBLIC_BYTES[self.kind]:
             raise NoteError(f"a public key for {self.kind} has {PUBLIC_BYTES[self.kind]} bytes")
-        digest = sha256(self.name.encode() + b"\n" + TYPES[self.kind] + self.public).digest()
-        object.__setattr__(self, "key_id", digest[:4])
+
+    @property
+    def key_id(self) -> bytes:
+        """Its first four bytes stand before each signature."""
+        return sha256(self.name.encode() + b"\n" + TYPES[self.kind] + self.public).digest()[:4]
 
     def line(self) -> str:
         """Return the key as a line of text."""

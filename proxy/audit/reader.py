@@ -7,8 +7,9 @@ affair. Memory is bounded by `READ_LINE_BYTES`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from proxy.audit import canonical
 from proxy.audit.record import problem_with
@@ -32,8 +33,7 @@ class Line(NamedTuple):
     mac: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """A line that is none: its class, why, how many records it took the place of.
 
     `mac` is the MAC at the line's end, if there is one: the next record should point at it.

@@ -7,9 +7,9 @@ gone): what it declares is checked by the verifier, who has them.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import orjson
 
 from proxy.audit.chain import LINE_BYTES, ZERO_MAC
@@ -25,8 +25,7 @@ _SEGMENTS_FOR_A_NOTE = 2
 _HEX = frozenset(b"0123456789abcdef")
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(msgspec.Struct, frozen=True):
     """The end of a chain: its last whole record, and what lies behind it."""
 
     file: str
@@ -50,8 +49,7 @@ class Tail:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """What a starting writer must say of the volume."""
 
     undeclared: tuple[tuple[str, Tail], ...] = ()
@@ -60,8 +58,7 @@ class Survey:
     prev_note_sha256: str | None = None
 
 
-@dataclass(slots=True)
-class Linked:
+class Linked(msgspec.Struct):
     """The lines of a segment that link up: how many, the last MAC, where they end.
 
     `checkpoint` is the last of them that is one.

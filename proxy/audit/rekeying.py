@@ -9,8 +9,9 @@ no more was destroyed as far as this sidecar goes: an `erased` record says which
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from proxy.discreet import Discreet
 
 if TYPE_CHECKING:
     from proxy.audit.writer import AuditWriter
@@ -20,12 +21,13 @@ PROMPT = "prompt/"
 _REF_HEX = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Discreet, frozen=True):
     """`seed` is the chain seed to go on to, `erased` (tenant, key reference) of keys that went.
 
     `turn`: the chain is to go on to its next key.
     """
+
+    shown = ("turn", "erased")
 
     seed: tuple[str, bytes] | None = None
     turn: bool = False

@@ -6,23 +6,23 @@ lost, until half of it is free again: then one `lost` record says how many, sinc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 PENDING_RECORDS = 8192
 PENDING_BYTES = 16 << 20
 _LOST_OUTCOMES = 16
 
 
-@dataclass(slots=True)
-class Losses:
+class Losses(msgspec.Struct):
     """What was dropped since the last `lost` record."""
 
     count: int = 0
     from_ns: int = 0
     to_ns: int = 0
     reason: str = ""
-    outcomes: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
 
     def add(self, outcome: str, now_ns: int) -> None:
         """Count one record."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from proxy.audit.canonical import encode, fit
 from proxy.audit.layout import remote_filesystem
 from proxy.audit.recover import survey
 from proxy.audit.wrap import usable_public
+from proxy.discreet import Discreet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,8 +36,7 @@ class AuditUnavailableError(Exception):
     """The chain cannot be written now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainConfig:
+class ChainConfig(Discreet, frozen=True):
     """What a chain is started with; sizes in bytes, times in the unit of their name.
 
     `auditor_public` is an X25519 key of 32 bytes or an SM2 key of 64; `genesis` has at least
@@ -45,10 +46,12 @@ class ChainConfig:
     without the seed: who has that has every key. `escrow` is a note of the seed for the auditor.
     """
 
+    shown = ("dir", "origin", "seed_id")
+
     dir: Path
     origin: str
     seed_id: str
-    seed: bytes = field(repr=False)
+    seed: bytes
     alg: Alg
     token_ids: TokenIds
     auditor_public: bytes | None
@@ -67,8 +70,7 @@ class ChainConfig:
     escrow: str = ""
 
 
-@dataclass(slots=True)
-class AuditStats:
+class AuditStats(msgspec.Struct):
     """Plain counters for the metrics collector; `pending` is a level, `lost` a total.
 
     `checkpoint_seq` is the seq of the last checkpoint, -1 where there is none.

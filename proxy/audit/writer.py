@@ -21,8 +21,9 @@ import asyncio
 import errno
 import logging
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
+
+from msgspec.structs import replace
 
 from proxy.audit.canonical import fit
 from proxy.audit.chain import Chain

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,8 +44,7 @@ class BodyError(ValueError):
     """A body is not what its type says; the message says why."""
 
 
-@dataclass(slots=True)  # not frozen: made for each request
-class RequestView:
+class RequestView(msgspec.Struct, frozen=True):
     """What a JSON request shows, as ranges of its bytes.
 
     `prompt`: the value of `messages`, else of `prompt`. `model` is empty when the member is absent
@@ -67,15 +65,14 @@ class RequestView:
     members: Mapping[str, Span]
 
 
-@dataclass(slots=True)
-class AnswerFacts:
+class AnswerFacts(msgspec.Struct):
     """What a JSON answer says, for audit and metrics; absent things are None or missing.
 
     `texts` and `finish` are by choice index, below `CHOICES_MAX`; `token_ids` are choice 0's.
     """
 
-    texts: dict[int, str] = field(default_factory=dict)
-    finish: dict[int, str] = field(default_factory=dict)
+    texts: dict[int, str] = msgspec.field(default_factory=dict)
+    finish: dict[int, str] = msgspec.field(default_factory=dict)
     usage: dict[str, Any] | None = None
     token_ids: list[int] | None = None
     model: str = ""

@@ -31,8 +31,9 @@ Decisions where the specification leaves room:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal, NoReturn
+
+import msgspec
 
 from kernels import wire
 from proxy.http.fields import (
@@ -61,8 +62,7 @@ class HeadError(Exception):
         self.code: HeadCode = code
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLimits:
+class HeadLimits(msgspec.Struct, frozen=True):
     """Bounds of one head: all of it and one line in bytes, the number of field lines."""
 
     head_bytes: int
@@ -70,8 +70,7 @@ class HeadLimits:
     fields: int
 
 
-@dataclass(slots=True)
-class RequestHead:
+class RequestHead(msgspec.Struct):
     """A request's head, checked.
 
     `fields` has the watched names only, in lower case; `lines` what goes on, each ended by CRLF,
@@ -94,8 +93,7 @@ class RequestHead:
     size: int
 
 
-@dataclass(slots=True)
-class ResponseHead:
+class ResponseHead(msgspec.Struct):
     """A response's head, checked.
 
     `bodiless`: no body follows whatever the fields say (RFC 9112 section 6.3). With neither that

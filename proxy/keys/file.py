@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from proxy.discreet import Discreet
 from proxy.keys.pace import breathe, uncollected
 from proxy.keys.provider import KeySourceError
 from proxy.sm4.keyring import KID_BYTES, PAD_BYTES_DEFAULT, ROOT_BYTES, EnvelopeKey, KeyringError
@@ -84,8 +84,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     chain_turn: str = ""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class KeyFile:
+class KeyFile(Discreet, frozen=True):
     """A key file's contents. `chain_seeds` in order of issue: the last one is in use.
 
     `checkpoint_keys` (name, scheme, private) sign every checkpoint, all of them; `verify_keys` are
@@ -93,6 +92,8 @@ class KeyFile:
     that are never to be used again, wherever else they stand. `chain_turn`: at another word than
     the one before a living audit chain goes on to its next key.
     """
+
+    shown = ("role",)
 
     role: str
     envelope_keys: tuple[EnvelopeKey, ...]

@@ -7,8 +7,10 @@ temporary file of mode 0600 each, fsync, and only when all are written are they 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from proxy.keys.file import MODE, KeyFile, KeyFileError, encode, read
 from proxy.sm4.keyring import EnvelopeKey
@@ -25,8 +27,7 @@ DAY_MS = 86_400_000
 NOT_BEFORE_SLACK_MS = 60_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What keys to make: the first tenant is the client's."""
 
     audience: str

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from proxy.keys.file import FILE_BYTES_MAX, KeyFile, KeyFileError, encode, read
-from proxy.keys.issue import replace_file
 from proxy.keys.provider import CannotDestroyError, KeySet, KeySourceError, Standing
 from proxy.settings import file_mark
 
@@ -86,6 +86,8 @@ class FileProvider:
         data = encode(without(self._read(), name))
         assert len(data) <= FILE_BYTES_MAX
         try:
+            from proxy.keys.issue import replace_file  # noqa: PLC0415 - hardly ever
+
             replace_file(self._path, data, suffix=f"{wall_ms()}.{os.getpid()}")
         except OSError as problem:
             raise CannotDestroyError(f"{self._path}: {problem.strerror}") from None

@@ -5,8 +5,9 @@ Pure. Together they have to make sense: what stands in two of them has to be the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from proxy.keys.file import KeyFile, KeyFileError
 from proxy.keys.pace import breathe

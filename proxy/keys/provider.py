@@ -20,8 +20,12 @@ Names, and what a version is:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from proxy.discreet import Discreet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,20 +44,20 @@ class CannotDestroyError(KeySourceError):
     """This provider cannot destroy that secret; says who can."""
 
 
-@dataclass(frozen=True, slots=True)
-class Secret:
+class Secret(Discreet, frozen=True):
     """One version of one named secret; times in unix ms, inclusive. `scheme`: of a signing key."""
+
+    shown = ("name", "version", "not_before_ms", "not_after_ms", "scheme")
 
     name: str
     version: str
-    value: bytes = field(repr=False)
+    value: bytes
     not_before_ms: int = 0
     not_after_ms: int = NEVER_MS
     scheme: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """How a provider is. `reason` is one of few words, `problem` a line for people; empty when ok.
 
     `since_ms`: unix ms at which it became so. `lease_until_ms`: when what it gave ends to be good,

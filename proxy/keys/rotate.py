@@ -7,10 +7,10 @@ until its grace is over; only then it leaves the files.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from proxy.keys.file import KeyFileError
 from proxy.keys.issue import DAY_MS, NOT_BEFORE_SLACK_MS

@@ -13,10 +13,12 @@ import hashlib
 import os
 import threading
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from proxy.discreet import Discreet
 from proxy.keys.file import KeyFile, KeyFileError, encode, parse
 from proxy.keys.kv2 import Kv2, ServiceError
 from proxy.keys.local import wall_ms, without
@@ -45,13 +47,14 @@ def backoff_s(poll_s: float, failures: int) -> float:
     return max(poll_s, min(poll_s * 2.0 ** min(failures, 16), BACKOFF_MAX_S))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Held:
+class _Held(Discreet, frozen=True):
     """What the service said last. `parts`: (digest, contents, version) by secret."""
+
+    shown = ("lease_end_ms",)
 
     parts: Mapping[str, tuple[bytes, KeyFile, int]]
     contents: KeyFile
-    lease_end_ms: int = field(default=0)
+    lease_end_ms: int = 0
 
 
 class HttpProvider:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from proxy.sm4.cipher import NONCE_BYTES, SM4_GCM, TAG_BYTES
 
@@ -91,8 +92,7 @@ class EnvelopeError(Exception):
         super().__init__(self.code)
 
 
-@dataclass(slots=True)  # not frozen: made for each request
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """The 40 bytes in front. `time_ms` is unix ms; `length` is L, 0 in a stream."""
 
     suite: int
@@ -191,8 +191,7 @@ def split_trailer(data: bytes, flags: int) -> tuple[bytes, bytes]:
     return data[:start], data[start:]
 
 
-@dataclass(frozen=True, slots=True)  # shared: see `decode_request_prelude`
-class RequestPrelude:
+class RequestPrelude(msgspec.Struct, frozen=True):  # shared: see `decode_request_prelude`
     """What a request asks for; `content_type` and `qos` may be empty."""
 
     method: str
@@ -212,8 +211,7 @@ class RequestPrelude:
         return len(raw).to_bytes(2, "big") + raw
 
 
-@dataclass(slots=True)
-class ResponsePrelude:
+class ResponsePrelude(msgspec.Struct, frozen=True):
     """Status and content type of an answer."""
 
     status: int

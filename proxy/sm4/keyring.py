@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from proxy.discreet import Discreet
 from proxy.sm4.key import (
     ENVELOPES_MAX,
     KID_BYTES,
@@ -73,8 +73,7 @@ def check_signatures(keys: Iterable[EnvelopeKey], rest: Callable[[], None] = _no
             rest()
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Discreet, frozen=True):
     """What a ring is to know: made on any thread, taken on the ring's own."""
 
     keys: dict[bytes, EnvelopeKey]

@@ -17,9 +17,9 @@ What is held grows with what has arrived, never by an announced length.
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from proxy.discreet import Discreet
 from proxy.http.body import BodyError, model_of
 from proxy.sm4.cipher import TagError
 from proxy.sm4.digest import Digest, new_digest
@@ -51,15 +51,16 @@ if TYPE_CHECKING:
     from proxy.sm4.replay import Verdict
 
 
-@dataclass(slots=True)
-class OpenedRequest:
+class OpenedRequest(Discreet, frozen=True):
     """A verified request. `model` is empty if the body names none; bodies show in no repr."""
 
+    shown = ("method", "content_type", "qos", "tenant", "client", "kid", "model")
+
     method: str
-    target: str = field(repr=False)
+    target: str
     content_type: str
     qos: str
-    body: bytes = field(repr=False)
+    body: bytes
     tenant: str
     client: str
     kid: bytes
@@ -67,16 +68,15 @@ class OpenedRequest:
     mac: bool
     signature: bool
     model: str
-    sealer: ResponseSealer = field(repr=False)
+    sealer: ResponseSealer
 
 
-@dataclass(slots=True)
-class SignatureCheck:
+class SignatureCheck(Discreet, frozen=True):
     """What step 6 wants to know; `run` may be called from any thread."""
 
     verifier: Verifier
     signature: bytes
-    message: bytes = field(repr=False)
+    message: bytes
 
     def run(self) -> bool:
         """Say whether the signature is good."""

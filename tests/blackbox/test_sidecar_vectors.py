@@ -1,8 +1,8 @@
 """Every request among the vectors, byte for byte, to a real sidecar that lives at their time."""
 
-import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from proxy.keys.file import encode, parse
@@ -44,7 +44,7 @@ def sets():
             audience = policy.get("receiver_audience", audience)
             name = (audience[-40:], keys[0].kid.hex(), json.dumps(policy))
             mine = [
-                dataclasses.replace(key, audience=audience, sign_private=b"")
+                msgspec.structs.replace(key, audience=audience, sign_private=b"")
                 for key in keys
                 if "receiver_audience" in policy or key.audience == audience
             ]
@@ -76,7 +76,7 @@ class Stopped:
         folder.mkdir()
         made = new_keys(folder / "keys")
         path = made / "sidecar.json"
-        file = dataclasses.replace(parse(path, path.read_bytes()), envelope_keys=tuple(keys))
+        file = msgspec.structs.replace(parse(path, path.read_bytes()), envelope_keys=tuple(keys))
         path.write_bytes(encode(file))
         self.now = folder / "now"
         self.limits = {

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import tomllib
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -56,7 +57,7 @@ def test_the_auditor_is_taught_a_key_once(tmp_path):
     line = Cosigner("witness-1", b"\1" * 32).key.line()
     assert acquaint.teach(path, [line])
     assert not acquaint.teach(path, [line])
-    assert read(path) == dataclasses.replace(before, verify_keys=(*before.verify_keys, line))
+    assert read(path) == msgspec.structs.replace(before, verify_keys=(*before.verify_keys, line))
     assert path.stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in path.parent.iterdir()) == [
         "auditor.json", "client.json", "sidecar.json"

@@ -8,10 +8,11 @@ fixed, Ed25519 is deterministic, and k of SM2 is given.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from proxy.sm4.digest import new_digest
 from proxy.sm4.envelope import (
@@ -64,7 +65,7 @@ def _key(number: int, **changes: Any) -> EnvelopeKey:
         not_before_ms=NOW - 3_600_000,
         not_after_ms=NOW + 86_400_000,
     )
-    return dataclasses.replace(key, **changes)
+    return msgspec.structs.replace(key, **changes)
 
 
 ED = {"scheme": "ed25519", "sign_public": ED_PUBLIC, "sign_private": ED_PRIVATE}
@@ -686,7 +687,8 @@ def _mac(c: Case) -> None:
         c.request(title, single(n(), flags=MAC, trailer=value))
     c.request("stream: over another body", stream(n(), HALVES, flags=MAC, signed=b"x"))
     c.request(
-        "D by the wrong digest", single(n(), key=dataclasses.replace(B, digest="sha256"), flags=MAC)
+        "D by the wrong digest",
+        single(n(), key=msgspec.structs.replace(B, digest="sha256"), flags=MAC),
     )
     q = n()
     c.answer(
@@ -836,7 +838,7 @@ def key_rows() -> list[dict[str, Any]]:
     return [
         {
             name: value.hex() if isinstance(value, bytes) else value
-            for name, value in dataclasses.asdict(key).items()
+            for name, value in msgspec.structs.asdict(key).items()
         }
         for key in KEYS
     ]

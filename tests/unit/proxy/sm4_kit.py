@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from proxy.sm4.answer import AnswerOpener
 from proxy.sm4.envelope import (
@@ -74,7 +75,7 @@ def make_key(suite: int = 1, **changes: Any) -> EnvelopeKey:
         not_before_ms=NOW_MS - 3_600_000,
         not_after_ms=NOW_MS + 3_600_000,
     )
-    return dataclasses.replace(key, **changes)
+    return msgspec.structs.replace(key, **changes)
 
 
 def make_receiver(*keys: EnvelopeKey, **changes: Any) -> Receiver:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +30,7 @@ def key(kid: int, begins_s: int, ends_s: int, **more: object) -> EnvelopeKey:
         "not_before_ms": NOW_MS + begins_s * 1000,
         "not_after_ms": NOW_MS + ends_s * 1000,
     }
-    return dataclasses.replace(make_key(), **(changes | more))
+    return msgspec.structs.replace(make_key(), **(changes | more))
 
 
 def kid_at(recipient: Recipient, seconds: float) -> int | None:
@@ -88,7 +87,7 @@ def test_a_key_that_the_ring_has_dropped_is_used_no_more() -> None:
 
 
 def test_keys_of_several_audiences_or_of_none_are_no_recipient() -> None:
-    other = dataclasses.replace(NEW, audience="somebody/else")
+    other = msgspec.structs.replace(NEW, audience="somebody/else")
     for keys in ([], [OLD, other]):
         with pytest.raises(ValueError, match="one audience"):
             Recipient(Keyring(keys), keys)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import pytest
 
 from proxy.client import AnswerError, AsyncSm4Transport, SealError, Sm4Transport
@@ -75,8 +75,8 @@ def test_a_client_with_a_private_key_signs_and_may_be_told_not_to(scheme: str, s
     if scheme == "sm2" and not sm2.available():
         pytest.skip("capability: OpenSSL with SM2")
     private, public = draw(scheme, os.urandom)
-    issued = dataclasses.replace(live_key(), scheme=scheme, sign_public=public)
-    key = dataclasses.replace(issued, sign_private=private)
+    issued = msgspec.structs.replace(live_key(), scheme=scheme, sign_public=public)
+    key = msgspec.structs.replace(issued, sign_private=private)
     more = {"padding": "x" * size}
     with serving(issued) as server:
         for sign in (True, False):
@@ -89,7 +89,7 @@ def test_a_client_with_a_private_key_signs_and_may_be_told_not_to(scheme: str, s
 
 def test_a_client_that_may_not_sign_sends_nothing_where_a_signature_is_demanded() -> None:
     private, public = draw("ed25519", os.urandom)
-    key = dataclasses.replace(
+    key = msgspec.structs.replace(
         live_key(),
         scheme="ed25519",
         sign_public=public,
@@ -106,7 +106,7 @@ def test_a_client_that_may_not_sign_sends_nothing_where_a_signature_is_demanded(
 
 
 def test_a_client_drops_keys_whose_grace_is_over() -> None:
-    old = dataclasses.replace(live_key(), kid=bytes(8), not_before_ms=1, not_after_ms=2)
+    old = msgspec.structs.replace(live_key(), kid=bytes(8), not_before_ms=1, not_after_ms=2)
     channel = Sm4Transport(old)._channel
     assert len(channel._ring) == 1
 

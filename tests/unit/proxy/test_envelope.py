@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,7 +99,7 @@ def test_a_single_s_length_out_of_bounds_is_refused(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 16, 1 << 31])
 def test_a_stream_with_a_length_is_refused(length: int) -> None:
-    raw = dataclasses.replace(HEADER, flags=STREAM, length=length).encode()
+    raw = msgspec.structs.replace(HEADER, flags=STREAM, length=length).encode()
 
     assert refused_header(raw) == "bad_length"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +256,7 @@ def test_another_kid_or_suite_is_refused() -> None:
 
 def test_another_model_or_audience_is_a_bad_tag() -> None:
     sealer, _ = ends()
-    elsewhere = derived_of(dataclasses.replace(KEY, audience="other"))
+    elsewhere = derived_of(msgspec.structs.replace(KEY, audience="other"))
 
     other_model = ResponseSealer(derived_of(KEY), b"other", sealer.nonce, mac=False)
     other_audience = ResponseSealer(elsewhere, MODEL.encode(), sealer.nonce, mac=False)
@@ -330,7 +330,7 @@ def test_a_wrong_mac_holds_the_last_frame_s_body_back() -> None:
     """The frame is authentic, its MAC is another key's: an answer of one who lacks K_mac."""
     sealer, answer = ends(mac=True)
     stream = answer.stream(200, SSE, nonce=fresh_nonce(), now_ms=NOW_MS, carrier="raw")
-    stream._derived = derived_of(dataclasses.replace(KEY, client="somebody-else"))
+    stream._derived = derived_of(msgspec.structs.replace(KEY, client="somebody-else"))
     wire = stream.head() + stream.data(b"first")
     opener = AnswerOpener(sealer, MEDIA_TYPE, None)
 

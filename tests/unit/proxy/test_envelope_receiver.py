@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -710,7 +710,7 @@ def test_a_refused_share_takes_nothing() -> None:
 
 
 def test_keys_that_seal_alike_but_for_the_kid_are_told_apart() -> None:
-    other = dataclasses.replace(KEY, kid=b"another!")
+    other = msgspec.structs.replace(KEY, kid=b"another!")
     receiver = Receiver(
         Keyring([KEY, other]), ReplayCache(), start_ms=0, fence_ms=0, max_body_bytes=1 << 20
     )

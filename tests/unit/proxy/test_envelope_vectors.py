@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from proxy.sm4.answer import AnswerOpener
@@ -59,7 +59,7 @@ def receiver_for(vector: dict[str, Any]) -> Receiver:
     policy = vector.get("policy", {})
     keys = list(vector_keys().values())
     if "receiver_audience" in policy:
-        keys = [dataclasses.replace(key, audience=policy["receiver_audience"]) for key in keys]
+        keys = [msgspec.structs.replace(key, audience=policy["receiver_audience"]) for key in keys]
     replay = ReplayCache(
         limit_per_kid=policy.get("limit_kid", 1 << 18), limit=policy.get("limit", 1 << 20)
     )
@@ -178,7 +178,7 @@ def seal_vector(vector: dict[str, Any], key: EnvelopeKey) -> bytes:
     prelude = bytes.fromhex(vector["prelude_hex"])
     data = len(prelude).to_bytes(2, "big") + prelude + bytes.fromhex(vector["body_hex"])
     nonce = bytes.fromhex(seal["nonce"])
-    head = dataclasses.replace(header, nonce=nonce).encode()
+    head = msgspec.structs.replace(header, nonce=nonce).encode()
     aad = associated_data(head, seal["model"].encode(), derived.audience, request_nonce)
     digest = new_digest(key.digest)
     digest.update(data)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from proxy.sm4.keyring import EnvelopeKey, Keyring, KeyringError
@@ -174,7 +174,7 @@ def test_expired_keys_are_dropped_when_their_grace_is_over() -> None:
 def test_client_and_audience_are_in_the_derived_keys() -> None:
     sealed = set()
     for change in ({}, {"client": "b"}, {"audience": "b"}, {"suite": 2}, {"kid": b"another!"}):
-        key = dataclasses.replace(make_key(), **change)
+        key = msgspec.structs.replace(make_key(), **change)
         derived = Keyring([key]).get(key.kid)
         assert derived is not None
         sealed.add(derived.request.seal(bytes(12), b"x", b""))
@@ -208,7 +208,7 @@ def test_replacing_with_other_contents_of_a_kid_changes_nothing() -> None:
     key, more = make_key(kid=b"stays..."), make_key(kid=b"comes...")
     ring = Keyring([key])
     with pytest.raises(KeyringError, match="other contents"):
-        ring.replace([more, dataclasses.replace(key, pad=256)])
+        ring.replace([more, msgspec.structs.replace(key, pad=256)])
     assert (found := ring.get(key.kid)) is not None
     assert found.key == key
     assert ring.get(more.kid) is None
@@ -263,5 +263,5 @@ def test_a_plan_changes_nothing_until_it_is_taken() -> None:
 def test_a_key_that_stays_is_the_object_it_was() -> None:
     key = make_key()
     ring = Keyring([key])
-    ring.replace([dataclasses.replace(key)])
+    ring.replace([msgspec.structs.replace(key)])
     assert next(iter(ring)) is key

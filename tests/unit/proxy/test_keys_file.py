@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import stat
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -438,7 +438,7 @@ def test_a_signature_pair_has_its_private_half_in_the_client_s_file_alone(
     assert (sidecar.scheme, sidecar.digest) == (scheme, "sm3")
     assert (sidecar.require_signature, sidecar.require_mac) == (True, True)
     assert sidecar.sign_private == b""
-    assert dataclasses.replace(client, sign_private=b"") == sidecar
+    assert msgspec.structs.replace(client, sign_private=b"") == sidecar
     assert signer(scheme, client.sign_private).public() == sidecar.sign_public
     for path in tmp_path.iterdir():
         assert (client.sign_private.hex() in path.read_text()) is (path.name == "client.json")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -44,14 +44,14 @@ def test_the_next_key_is_as_the_last_but_for_kid_root_and_times() -> None:
     assert fresh.not_before_ms == NOW_MS + 5 + AHEAD_MS
     assert fresh.not_after_ms - fresh.not_before_ms == old.not_after_ms - old.not_before_ms
     times = {"not_before_ms": old.not_before_ms, "not_after_ms": old.not_after_ms}
-    assert dataclasses.replace(fresh, kid=old.kid, root=old.root, **times) == old
+    assert msgspec.structs.replace(fresh, kid=old.kid, root=old.root, **times) == old
     assert fresh.kid != old.kid
     assert fresh.root != old.root
     assert new_client.envelope_keys == (old, fresh)
     assert new_sidecar.envelope_keys == tuple(
-        dataclasses.replace(key, sign_private=b"") for key in (old, fresh)
+        msgspec.structs.replace(key, sign_private=b"") for key in (old, fresh)
     )
-    assert dataclasses.replace(new_sidecar, envelope_keys=()) == dataclasses.replace(
+    assert msgspec.structs.replace(new_sidecar, envelope_keys=()) == msgspec.structs.replace(
         sidecar, envelope_keys=()
     )
 
@@ -108,8 +108,8 @@ def test_a_key_whose_grace_is_over_leaves_both_files_and_no_sooner() -> None:
 
 def test_other_clients_keys_stay_in_the_sidecar_s_file() -> None:
     sidecar, client = issued()
-    other = dataclasses.replace(sidecar.envelope_keys[0], kid=bytes(8), client="other")
-    sidecar = dataclasses.replace(sidecar, envelope_keys=(other, *sidecar.envelope_keys))
+    other = msgspec.structs.replace(sidecar.envelope_keys[0], kid=bytes(8), client="other")
+    sidecar = msgspec.structs.replace(sidecar, envelope_keys=(other, *sidecar.envelope_keys))
 
     new_sidecar, new_client, _ = rotated(sidecar, client, NOW_MS)
 
@@ -124,7 +124,7 @@ def test_a_rotation_in_a_rotation_and_files_of_two_sets_are_refused() -> None:
     with pytest.raises(KeyFileError, match="is not in the sidecar's"):
         rotated(stranger, client, NOW_MS)
     with pytest.raises(KeyFileError, match="no key to follow"):
-        rotated(sidecar, dataclasses.replace(client, envelope_keys=()), NOW_MS)
+        rotated(sidecar, msgspec.structs.replace(client, envelope_keys=()), NOW_MS)
     sidecar, client, fresh = rotated(sidecar, client, NOW_MS)
     with pytest.raises(KeyFileError, match="announced already"):
         rotated(sidecar, client, fresh.not_before_ms - 1)

@@ -122,7 +122,7 @@ def test_what_was_moved_or_changed_is_refused(row, change, reason, problem):
     ],
 )
 def test_what_is_not_there_is_named(row, change, reason, problem):
-    facts = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    facts = {name: getattr(row, name) for name in row.__struct_fields__}
     provider = TokenProvider(Keys(**(facts | change)))
     with pytest.raises(TokenError, match=problem):
         provider.load()
@@ -133,7 +133,7 @@ def test_a_wrong_pin_is_refused_and_never_shown(row, tmp_path):
     pin = tmp_path / "wrong-pin"
     pin.write_text("987654")
     pin.chmod(0o600)
-    facts = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    facts = {name: getattr(row, name) for name in row.__struct_fields__}
     with pytest.raises(TokenError, match="PinIncorrect") as caught:
         TokenProvider(Keys(**(facts | {"pkcs11_pin_file": str(pin)}))).load()
     assert "987654" not in str(caught.value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,7 +301,7 @@ def test_a_bad_answer_to_the_check_is_a_bad_signature_and_frees_the_body() -> No
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_signature_by_another_is_bad(scheme: str, stream: bool) -> None:
     key, other = signing_key(scheme), signing_key(scheme)
-    forged = dataclasses.replace(
+    forged = msgspec.structs.replace(
         key, sign_private=other.sign_private, sign_public=other.sign_public
     )
 
@@ -367,8 +367,8 @@ def test_an_envelope_too_short_for_its_signature_has_none(flags: int, size: int)
 
 def test_policy_per_kid_refuses_allows_or_demands_a_signature() -> None:
     signed = signing_key(ED25519)
-    refusing = dataclasses.replace(signed, scheme="", sign_public=b"", sign_private=b"")
-    demanding = dataclasses.replace(signed, require_signature=True)
+    refusing = msgspec.structs.replace(signed, scheme="", sign_public=b"", sign_private=b"")
+    demanding = msgspec.structs.replace(signed, require_signature=True)
 
     assert open_request(make_receiver(refusing), seal_request(refusing)[1]).signature is False
     assert reason(make_receiver(refusing), seal_request(signed, sign=True)[1]) == "bad_signature"
@@ -384,7 +384,7 @@ def test_policy_per_kid_refuses_allows_or_demands_a_signature() -> None:
 
 def test_a_signature_does_not_stand_for_a_mac_that_is_demanded() -> None:
     key = signing_key(ED25519)
-    demanding = dataclasses.replace(key, require_mac=True)
+    demanding = msgspec.structs.replace(key, require_mac=True)
 
     assert reason(make_receiver(demanding), seal_request(key, sign=True)[1]) == "missing_mac"
 
@@ -421,7 +421,7 @@ def test_a_private_key_that_is_not_the_public_one_s_signs_nothing() -> None:
     key, other = signing_key(ED25519), signing_key(ED25519)
 
     with pytest.raises(KeyringError, match="sign_private is not that of sign_public"):
-        derived_of(dataclasses.replace(key, sign_private=other.sign_private)).signer()
+        derived_of(msgspec.structs.replace(key, sign_private=other.sign_private)).signer()
 
 
 def test_a_private_key_shows_in_no_repr() -> None:
