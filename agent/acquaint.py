@@ -11,8 +11,9 @@ import http.client
 import os
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from agent.children import POLL_S, Child, ChildError
 from agent.plan import EXIT_IO, EXIT_SETTINGS, Plan, UpError, say

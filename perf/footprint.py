@@ -241,4 +241,6 @@ def of(peer: peers.Peer, ports: peers.Ports, *, whole: bool) -> Figures:
     if peer.name in peers.SIDECARS:
         doors.append((ports.admin_of(peer.name), "/livez"))
     found = {**cold_start(peer, ports, doors), **rss_after_one_each(peer, ports)}
-    return found | growth(peer, ports) | gone(peer, ports) if whole else found
+    if whole and not peer.alone:
+        found |= growth(peer, ports) | gone(peer, ports)
+    return found

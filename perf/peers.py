@@ -49,6 +49,11 @@ class Peer:
         """Say whether it is measured apart, at loads it can bear."""
         return self.name in SLOW
 
+    @property
+    def alone(self) -> bool:
+        """Say whether only its start and its memory are looked at: it calls upon no engine."""
+        return self.name in ALONE
+
 
 @dataclass(frozen=True, slots=True)
 class Ports:
@@ -183,6 +188,10 @@ def _aiohttp(port: int, ports: Ports) -> list[str]:
     return [python, str(SOURCES / "aiohttp_proxy.py"), str(port), str(ports.backend)]
 
 
+def _uvloop(port: int, _ports: Ports) -> list[str]:
+    return [sys.executable, str(SOURCES / "uvloop_floor.py"), str(port)]
+
+
 def _mitmdump(port: int, ports: Ports) -> list[str]:
     program = installed("mitmproxy", "mitmdump")
     door = ["--mode", f"reverse:http://127.0.0.1:{ports.backend}", "--listen-host", "127.0.0.1"]
@@ -245,11 +254,13 @@ MAKERS = {
     "tongguan-passthrough": _passthrough,
     "tongguan": _tongguan,
     "envoy": _envoy,
+    "uvloop": _uvloop,
     "aiohttp": _aiohttp,
     "mitmdump": _mitmdump,
     "litellm": _litellm,
 }
 SLOW = ("mitmdump", "litellm")
+ALONE = ("uvloop",)
 # What a peer needs of ENVIRONMENTS.
 NEEDS = {"envoy": "envoy", "aiohttp": "aiohttp", "mitmdump": "mitmproxy", "litellm": "litellm"}
 

@@ -229,9 +229,10 @@ class Run:
                 self.feet[peer.name] = footprint.of(peer, self.ports, whole=self.whole)
                 sys.stderr.write(f"start and memory of {peer.name} done\n")
                 yield
-        if fast:
+        loaded = [peer for peer in fast if not peer.alone]
+        if loaded:
             loads = tests(self.arguments.seconds)
-            yield from measure(fast, self.ports, loads, self.arguments.rounds, self.rounds)
+            yield from measure(loaded, self.ports, loads, self.arguments.rounds, self.rounds)
         for slow in [peer for peer in self.contestants if peer.slow]:
             beside = [peer for peer in fast if peer.name in peers.SIDECARS]
             results = self.apart.setdefault(slow.name, {})

@@ -11,7 +11,6 @@ What a process cannot change while it runs is kept as it was at the start and na
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -120,7 +119,7 @@ class Source:
             raise SettingsError(problems)
         loaded = Loaded(settings, keys, authorization, trusted, tls, sealing)
         if self._first is None:
-            self._first = dataclasses.replace(loaded, sealing={})  # it keeps no root
+            self._first = msgspec.structs.replace(loaded, sealing={})  # it keeps no root
         return loaded
 
     def again(self) -> Loaded:
@@ -143,7 +142,7 @@ class Source:
                 loaded = self._planned(loaded, problems)
         if problems:
             raise SettingsError(problems)
-        return dataclasses.replace(loaded, kept=tuple(kept))
+        return msgspec.structs.replace(loaded, kept=tuple(kept))
 
     def _planned(self, loaded: Loaded, problems: list[str]) -> Loaded:
         """Put the keys in order for the ring, on the thread that reads.
@@ -163,7 +162,7 @@ class Source:
             problems.append(f"keys.{watch.provider.kind}: {problem}")
             return loaded
         watch.revoked = len(loaded.keys.revoked())
-        return dataclasses.replace(loaded, plan=plan)
+        return msgspec.structs.replace(loaded, plan=plan)
 
     def provider(self) -> KeyProvider | None:
         """Return where keys come from, None where none are named; raises SettingsError."""

@@ -106,7 +106,7 @@ def test_an_unsigned_request_is_refused_where_a_signature_is_demanded(sidecar, u
 
 
 def unsigned(channel):
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from proxy.sm4.keyring import Keyring
 
