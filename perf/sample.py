@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proxy.__main__ import main as sidecar
+from proxy.run import main as sidecar
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,107 +1,14 @@
-"""`python -m proxy`: run one sidecar."""
+"""`python -m proxy`: run one sidecar. Readies the interpreter before anything else is loaded."""
 
 from __future__ import annotations
 
-import asyncio
-import getopt
-import logging
-import os
+import gc
 import sys
-from typing import TYPE_CHECKING
-
-from proxy import lean  # noqa: F401 - before what loads msgspec
-from proxy.config import Settings, read
-from proxy.keys.memory import no_core_dumps
-from proxy.settings import SettingsError, StartError, service_variables
-
-if TYPE_CHECKING:
-    from proxy.workers import Worker
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
-_OPTIONS = ["help", "config="]
-
-HELP = """\
-usage: python -m proxy [--config PATH]
-
-Run the sidecar: plaintext on 14080, SM4 envelopes on 14081, probes and metrics on 14090.
-Settings come from --config (a tongguan.toml, or a directory that holds one) and from TONGGUAN_…
-variables, which win. Exit codes: 0 drained, 1 failed, 2 bad settings, 3 a port, key file or
-directory cannot be used.
-
-  -h, --help     say this
-  --config PATH  settings file, or a directory of it
-"""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse arguments, load settings, run; return the exit code."""
-    # Not argparse: what it loads to measure a terminal is a thirtieth of this process.
-    options: list[tuple[str, str]] = []
-    wrong = ""
-    try:
-        options, rest = getopt.getopt(sys.argv[1:] if argv is None else argv, "h", _OPTIONS)
-        wrong = f"no arguments are taken: {rest[0]}" if rest else ""
-    except getopt.GetoptError as problem:
-        wrong = str(problem)
-    if wrong:
-        print(f"tongguan sidecar: {wrong}; see --help", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
-    chosen = dict(options)
-    if "-h" in chosen or "--help" in chosen:
-        print(HELP, end="")  # noqa: T201
-        return EXIT_OK
-    path = chosen.get("--config")
-    try:
-        settings = read(path, os.environ)
-    except SettingsError as problem:
-        for line in problem.problems:
-            print(f"tongguan sidecar: {line}", file=sys.stderr)  # noqa: T201 - before logging
-        return EXIT_USAGE
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
-    if settings.workers == 1:
-        return serve(settings, path)
-    from proxy.supervisor import supervise  # noqa: PLC0415 - only with several workers
-
-    # Forks here, where nothing has threads, sockets or keys yet; each worker returns as itself.
-    found = supervise(settings)
-    if isinstance(found, int):
-        return found
-    from proxy.reload import newest  # noqa: PLC0415 - see above
-
-    settings = newest(path, os.environ, settings)
-    return serve(settings, path, found)
-
-
-def serve(settings: Settings, path: str | None, worker: Worker | None = None) -> int:
-    """Run a sidecar until a signal; return the exit code."""
-    import uvloop  # noqa: PLC0415 - `--help` has no use for it
-
-    from proxy.lifecycle import Sidecar  # noqa: PLC0415
-    from proxy.reload import Source  # noqa: PLC0415
-
-    ignored = service_variables(os.environ)
-    if ignored:
-        logging.getLogger("proxy").info("ignored, Kubernetes made them: %s", " ".join(ignored))
-    no_core_dumps()
-    loop = uvloop.new_event_loop()
-    asyncio.set_event_loop(loop)
-    try:
-        source = Source(path, dict(os.environ), settings)
-        loop.run_until_complete(Sidecar(settings, loop, source, worker).run())
-    except SettingsError as problem:
-        logging.getLogger("proxy").critical("cannot start: %s", problem)
-        return EXIT_USAGE
-    except StartError as problem:
-        logging.getLogger("proxy").critical("cannot start: %s", problem)
-        return EXIT_IO
-    finally:
-        loop.close()
-    return EXIT_OK
-
 
 if __name__ == "__main__":
+    # Hardly anything that a start makes is garbage; once it serves, `lifecycle` turns this on.
+    gc.disable()
+    from proxy import lean  # noqa: F401 - before what loads msgspec
+    from proxy.run import main
+
     sys.exit(main())

@@ -102,7 +102,7 @@ def sidecar(path: str | None) -> None:
 
     Exit codes: 0 drained, 1 failed, 2 bad settings, 3 a port, key file or directory cannot be used.
     """
-    from proxy.__main__ import main as run
+    from proxy.run import main as run
 
     sys.exit(run(["--config", path] if path else []))
 

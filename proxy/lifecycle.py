@@ -168,11 +168,12 @@ class Sidecar:
         if worker is not None:
             worker.serving()
         self._limits.start()
-        # What was made at start lives as long as the process: no collection has to look at it.
-        gc.collect()
+        # What was made at start lives as long as the process: no collection has to look at it. The
+        # few cycles among it that do not are not worth the time before the first request.
         gc.freeze()
         # Requests make no cycles; their objects die by reference count, so look less often.
         gc.set_threshold(10_000, 20, 20)
+        gc.enable()
         log.info(
             "serving: app=%s sealed=%s admin=%s sm4=%s path=%s audit=%s",
             doors.app or "off",

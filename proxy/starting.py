@@ -21,7 +21,8 @@ from proxy.recorder import Recorder
 from proxy.settings import SettingsError, StartError, one_line
 
 if TYPE_CHECKING:
-    from proxy.audit.agent_call import AgentAddress, ChainSeed
+    from proxy.audit.agent_call import AgentAddress
+    from proxy.audit.setup import ChainSeed
     from proxy.audit.signing import NoteSigner
     from proxy.audit.witness import WitnessClient
     from proxy.clock import SystemClock
@@ -163,14 +164,16 @@ def start_lease(settings: Settings, context: Context, machine: int) -> Leasing |
 
 
 def _chain_seed(settings: Settings, keys: KeySet | None, origin: str) -> ChainSeed:
-    from proxy.audit.agent_call import AgentError, ChainSeed, chain_seed  # noqa: PLC0415
-
     agent = agent_of(settings) if settings.audit.seeds == "agent" else None
     if agent is None:
         seed = None if keys is None else keys.chain_seed()
         if seed is None:
             raise StartError("audit.dir is set, but no chain seed: set keys.file")
-        return ChainSeed(*seed, escrow="")
+        from proxy.audit.setup import ChainSeed  # noqa: PLC0415 - only with a chain
+
+        return ChainSeed(*seed)
+    from proxy.audit.agent_call import AgentError, chain_seed  # noqa: PLC0415 - only with an agent
+
     for left in range(SEED_TRIES - 1, -1, -1):
         try:
             return chain_seed(agent, origin)
@@ -189,11 +192,10 @@ def _signers(keys: KeySet | None) -> tuple[NoteSigner, ...]:
         log.warning("audit checkpoints are not signed: the key file has no checkpoint_keys")
         return ()
     from proxy.audit.signing import NoteSigner  # noqa: PLC0415 - 6 MB of RSS
-    from proxy.sm4.sm2 import Sm2UnavailableError  # noqa: PLC0415
 
     try:
         return tuple(NoteSigner(*row) for row in rows)
-    except (ValueError, Sm2UnavailableError) as problem:
+    except ValueError as problem:
         raise StartError(f"keys.file: checkpoint_keys: {problem}") from None
 
 

@@ -30,7 +30,7 @@ LARGE_FILES: dict[str, str] = {}
 # The shells' tops: the only places where any error at all is caught (connection, task, command).
 # Elsewhere the line's exemption from BLE001 has to say why, after a dash.
 SHELLS = {
-    "proxy/__main__.py": "the process",
+    "proxy/run.py": "the process",
     "proxy/server.py": "one connection",
     "proxy/admin.py": "one admin connection",
     "proxy/cli.py": "one command",
@@ -288,7 +288,7 @@ def _rooms(path: str) -> bool:
 
 
 def _proxy_data_path(path: str) -> bool:
-    commands = path.endswith(("cli.py", "proxy/ask.py", "proxy/__main__.py"))
+    commands = path.endswith(("cli.py", "proxy/ask.py", "proxy/run.py"))
     return path.startswith("proxy/") and path.endswith(".py") and not commands
 
 

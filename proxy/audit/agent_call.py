@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from proxy.audit.escrow import NOTE_BYTES_MAX
+from proxy.audit.setup import ChainSeed
 from proxy.discreet import Discreet
 
 TIMEOUT_S = 5.0
@@ -86,16 +87,6 @@ class AgentAddress(Discreet, frozen=True):
             wire.close()
             raise
         return wire
-
-
-class ChainSeed(Discreet, frozen=True):
-    """A seed of the agent's, with its escrow."""
-
-    shown = ("id", "escrow")
-
-    id: str
-    value: bytes
-    escrow: str
 
 
 def chain_seed(agent: AgentAddress, origin: str) -> ChainSeed:

@@ -70,6 +70,16 @@ class ChainConfig(Discreet, frozen=True):
     escrow: str = ""
 
 
+class ChainSeed(Discreet, frozen=True):
+    """What a chain's first key is made of; `escrow` is empty for a seed of the key provider's."""
+
+    shown = ("id", "escrow")
+
+    id: str
+    value: bytes
+    escrow: str = ""
+
+
 class AuditStats(msgspec.Struct):
     """Plain counters for the metrics collector; `pending` is a level, `lost` a total.
 

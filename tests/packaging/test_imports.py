@@ -23,7 +23,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["proxy.server", "proxy.upstream", "proxy.admin", "proxy.lifecycle", "proxy.__main__"]
+    "module", ["proxy.server", "proxy.upstream", "proxy.admin", "proxy.lifecycle", "proxy.run"]
 )
 def test_sidecar_module_loads_nothing_heavy(module: str) -> None:
     assert loaded_after(f"import {module}") & set(HEAVY) == set()
