@@ -42,8 +42,8 @@ class ChainConfig(Discreet, frozen=True):
     `auditor_public` is an X25519 key of 32 bytes or an SM2 key of 64; `genesis` has at least
     `config_sha256` and `image`.
     All `signers` sign every checkpoint; without one there are none. The key goes on after
-    `rotate_records` records or `rotate_s`; 0: not for that reason. The writer keeps the config
-    without the seed: who has that has every key. `escrow` is a note of the seed for the auditor.
+    `rotate_records` records or `rotate_s`; 0: not for that reason. `escrow` is a note of the seed
+    for the auditor.
     """
 
     shown = ("dir", "origin", "seed_id")
@@ -68,6 +68,10 @@ class ChainConfig(Discreet, frozen=True):
     rotate_records: int = 0
     rotate_s: int = 0
     escrow: str = ""
+
+    def unseeded(self) -> ChainConfig:
+        """Return what the writer keeps: who has the seed has every key."""
+        return msgspec.structs.replace(self, seed=b"")
 
 
 class ChainSeed(Discreet, frozen=True):

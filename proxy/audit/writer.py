@@ -23,8 +23,6 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-from msgspec.structs import replace
-
 from proxy.audit.canonical import fit
 from proxy.audit.chain import Chain
 from proxy.audit.checkpoint import Checkpointer
@@ -84,7 +82,7 @@ class AuditWriter:
         """Prepare; `start` does the rest."""
         self.stats = AuditStats()
         self.dir = chain_dir
-        self._config = replace(config, seed=b"")
+        self._config = config.unseeded()
         self._clock = clock
         self._loop = loop
         self._gauges = gauges
