@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.audit.note import Keyset
     from proxy.audit.signed import Expected
 
-FORMAT = "tongguan-verify/1"
+FORMAT = "tongguan-verify/2"
 _EVERY_S = 5.0
 
 
@@ -64,10 +64,13 @@ class Saved:
         try:
             state = orjson.loads(data)
             known = state["format"] == FORMAT
+            digest = state.pop("sha256")
         except (ValueError, KeyError, TypeError):
             known = False
         if not known:
             raise ResumeError(f"{path} is no state of a verification: give another file")
+        if digest != _digest(state):
+            raise ResumeError(f"{path} was damaged: remove it to begin anew")
         if state["keys"] != keys:
             raise ResumeError(f"{path} was made with other keys: remove it to begin anew")
         self._chains, self.mac_used = state["chains"], state["mac_used"]
@@ -128,8 +131,13 @@ class Saved:
             "chains": chains,
         }
         fresh = self._path.with_name(f".{self._path.name}.new")
-        fresh.write_bytes(orjson.dumps(state))
+        fresh.write_bytes(orjson.dumps({**state, "sha256": _digest(state)}))
         fresh.replace(self._path)
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Return what tells a state as it was written from a damaged one; not from a forged one."""
+    return hashlib.sha256(orjson.dumps(state)).hexdigest()
 
 
 def _named(files: Sequence[tuple[int, Path]]) -> list[list[int]] | None:

@@ -158,6 +158,19 @@ def test_without_a_record_read_again_macs_are_still_said_to_be_checked(log, stat
     assert (found["verdict"], found["mac_checked"]) == ("ok", True)
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("check", "x"), ("check", {}), ("signed", []), ("findings", 1), ("files", [[0, 0]])],
+)
+def test_a_state_that_was_damaged_is_refused(log, state, member, value):
+    resumed(log, state)
+    found = json.loads(state.read_text())
+    next(iter(found["chains"].values()))[member] = value
+    state.write_text(json.dumps(found))
+    done = CliRunner().invoke(audit, ["verify", str(log), "--resume", str(state)])
+    assert (done.exit_code, "damaged" in done.output) == (2, True), done.output
+
+
 def test_a_state_of_other_keys_or_of_nothing_is_refused(log, state):
     resumed(log, state)
     with pytest.raises(ResumeError, match="other keys"):
