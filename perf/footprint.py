@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ from perf.process import PeerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 PEER_CORE = 0
 COLD_STARTS = 5
@@ -29,6 +32,7 @@ GONE_TIMES = 5
 GONE_S = 1.0  # who has not told the upstream by then does not tell it
 STALL_MB, STALL_QUIET_S, STALL_S = 200, 0.3, 10.0
 CHECKPOINT_S = 12.0  # written 10 s after the first record
+SYNCS, SYNC_GAP_S, LINE_BYTES = 40, 0.05, 900  # 20 a second, as the streams of the load
 
 Figures = dict[str, float]
 
@@ -233,6 +237,23 @@ def _poll(check: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise TimeoutError
         time.sleep(0.002)
+
+
+def lone_sync(directory: Path) -> float:
+    """Return CPU us of one append and fdatasync on this disk, made as far apart as streams end.
+
+    No audit trail that syncs what stands alone is cheaper: `LINE_BYTES`, `SYNCS` of them, one each
+    `SYNC_GAP_S`; the median.
+    """
+    costs = []
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        for _ in range(SYNCS):
+            time.sleep(SYNC_GAP_S)
+            before_ns = time.thread_time_ns()
+            os.write(file.fileno(), b"x" * LINE_BYTES)
+            os.fdatasync(file.fileno())
+            costs.append((time.thread_time_ns() - before_ns) / 1000)
+    return statistics.median(costs)
 
 
 def of(peer: peers.Peer, ports: peers.Ports, *, whole: bool) -> Figures:

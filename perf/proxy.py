@@ -162,6 +162,9 @@ def show(outcome: dict[str, Any]) -> str:
     lines += [report.table(["ratios", *beside], [[n, *cells(r, beside)] for n, r in ratios]), ""]
     lines += report.gate_lines(outcome["gates"])
     lines += [f"left out: {name}: {why}" for name, why in outcome["absent"].items()]
+    alone = outcome["lone_sync_us"]
+    share = f"{alone / EVENTS_A_STREAM:.1f} us an event"
+    lines.append(f"one record's append and fdatasync, alone: {alone:.0f} us of CPU, {share}")
     if feet.get("tongguan", {}).get("checkpoints") == 0:
         lines.append("no checkpoint was written: its memory is not in the figures")
     waits = [row["wait"] for row in rows.values() if row["wait"] is not None]
@@ -206,6 +209,7 @@ class Run:
             },
         }
         self.complete = False
+        self.lone_sync_us = 0.0
         self.feet: dict[str, dict[str, float]] = {}
         self.rounds: Results = {}
         self.apart: dict[str, Results] = {}
@@ -224,6 +228,8 @@ class Run:
     def steps(self) -> Iterator[None]:
         """Measure; yields after each step that can be kept."""
         fast = [peer for peer in self.contestants if not peer.slow]
+        with process.on_core(footprint.PEER_CORE):
+            self.lone_sync_us = footprint.lone_sync(self.ports.folder)
         for peer in fast:
             if peer.command and peer.name not in self.feet:
                 self.feet[peer.name] = footprint.of(peer, self.ports, whole=self.whole)
@@ -259,6 +265,7 @@ class Run:
             "complete": self.complete,
             "whole": self.whole,
             "absent": self.absent,
+            "lone_sync_us": self.lone_sync_us,
             "peers": rows,
             "footprint": self.feet,
             "apart": {n: {"peers": r, "rounds": self.apart[n]} for n, r in apart.items()},
