@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import getopt
 import logging
 import os
 import sys
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from proxy.workers import Worker
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_IO = 0, 1, 2, 3
-_OPTIONS = ["help", "config="]
 
 HELP = """\
 usage: python -m proxy [--config PATH]
@@ -35,22 +33,15 @@ directory cannot be used.
 
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments, load settings, run; return the exit code."""
-    # Not argparse: what it loads to measure a terminal is a thirtieth of this process.
-    options: list[tuple[str, str]] = []
-    wrong = ""
-    try:
-        options, rest = getopt.getopt(sys.argv[1:] if argv is None else argv, "h", _OPTIONS)
-        wrong = f"no arguments are taken: {rest[0]}" if rest else ""
-    except getopt.GetoptError as problem:
-        wrong = str(problem)
-    if wrong:
-        print(f"tongguan sidecar: {wrong}; see --help", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE
-    chosen = dict(options)
-    if "-h" in chosen or "--help" in chosen:
+    words = sys.argv[1:] if argv is None else argv
+    if "-h" in words or "--help" in words:
         print(HELP, end="")  # noqa: T201
         return EXIT_OK
-    path = chosen.get("--config")
+    try:
+        path = _config_named(words)
+    except ValueError as problem:
+        print(f"tongguan sidecar: {problem}; see --help", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
     try:
         settings = read(path, os.environ)
     except SettingsError as problem:
@@ -75,6 +66,25 @@ def main(argv: list[str] | None = None) -> int:
 
     settings = newest(path, os.environ, settings)
     return serve(settings, path, found)
+
+
+def _config_named(words: list[str]) -> str | None:
+    """Return what `--config` names; raises ValueError for anything else.
+
+    Neither argparse nor getopt: they load translations, in every start.
+    """
+    path, left = None, iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            option = word.startswith("-")
+            raise ValueError(
+                f"option {word} not recognized" if option else f"no arguments are taken: {word}"
+            )
+        path = value if equals else next(left, None)
+        if path is None:
+            raise ValueError("option --config requires argument")
+    return path
 
 
 def serve(settings: Settings, path: str | None, worker: Worker | None = None) -> int:

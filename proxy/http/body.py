@@ -22,7 +22,6 @@ import msgspec
 import orjson
 
 from kernels import wire
-from proxy.http.multipart import MultipartError, form_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,6 +152,8 @@ def model_of(body: bytes, content_type: str) -> str:
             raise BodyError("model is not a string")
         return value
     if media == "multipart/form-data":
+        from proxy.http.multipart import MultipartError, form_values  # noqa: PLC0415 - few send one
+
         try:
             values = form_values(body, content_type, b"model")
             if len(values) > 1:

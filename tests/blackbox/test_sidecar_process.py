@@ -230,7 +230,14 @@ def test_help_names_the_exit_codes():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--confi"], "--config"), (["--port=1"], "--port"), (["up"], "up")]
+    ("words", "said"),
+    [
+        (["--config"], "--config requires argument"),
+        (["--confi", "x"], "--confi not recognized"),
+        (["--port=1"], "--port"),
+        (["up"], "up"),
+        (["--config", "x", "up"], "up"),
+    ],
 )
 def test_what_is_no_option_is_refused_by_name(words, said):
     done = subprocess.run(

@@ -29,6 +29,20 @@ def test_sidecar_module_loads_nothing_heavy(module: str) -> None:
     assert loaded_after(f"import {module}") & set(HEAVY) == set()
 
 
+# Each is more of a start than it is worth: what is needed of one is loaded when it is.
+UNWANTED = {"typing_extensions", "getopt", "argparse", "email", "http", "tempfile", "proxy.sm4.sm2"}
+
+
+def test_a_start_loads_nothing_it_can_do_without() -> None:
+    statement = "import proxy.lean, proxy.run, uvloop, proxy.lifecycle, proxy.audit.writer"
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) & UNWANTED == set()
+    assert "msgspec" in done.stdout.split()
+
+
 CHANNEL = """
 from kernels import sm4
 from proxy.sm4.keyring import EnvelopeKey, Keyring
