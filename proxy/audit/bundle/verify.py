@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
+# fmt: off
 """Check a tongguan audit log, or a bundle of one, with Python's standard library alone.
-
     env -i python3 -I -S verify.py DIR [--keys FILE]...
 DIR holds chains (`<start ns>-<8 hex>/<first seq>.log`) or is an extracted bundle. FILE is
 auditor.json (MACs are checked too) or public keys, one a line; without it the log's own keys are
 taken: it proves to be of one piece, not whose it is. A line is `canonical JSON, TAB, MAC`: prev is
 the MAC of the record before, seq its place; a `checkpoint` holds a signed note of the RFC 6962 tree
 over all lines before it (only Ed25519 signatures are checked)."""
-
-# fmt: off
 from __future__ import annotations
 import base64, hashlib, hmac, json, re, sys
 from functools import reduce
@@ -77,8 +75,7 @@ def read_note(note: str, keys: list[Key]) -> tuple[str, int, bytes, set[Key]]:
     if str(int(size)) != size: raise ValueError("not a size")
     return origin, int(size), decode64(root, validate=True), good
 # --- The tree: RFC 6962, 2.1 (a path in it: RFC 9162, 2.1.3.2). `peaks`: roots of whole subtrees.
-def node(left: bytes, right: bytes) -> bytes:
-    return sha256(b"\1" + left + right).digest()
+def node(left: bytes, right: bytes) -> bytes: return sha256(b"\1" + left + right).digest()
 def append(peaks: list[bytes], size: int, line: bytes) -> None:
     one = sha256(b"\0" + line).digest()
     while size & 1:
@@ -89,8 +86,7 @@ def root_of_path(line: bytes, index: int, size: int, path: list[bytes]) -> bytes
     for other in path:
         right = index & 1 or index == last
         one = node(other, one) if right else node(one, other)
-        while right and index and not index & 1:
-            index, last = index >> 1, last >> 1
+        while right and index and not index & 1: index, last = index >> 1, last >> 1
         index, last = index >> 1, last >> 1
     return one if last == index == 0 else None
 # --- One line: canonical JSON (RFC 8785; integers and short strings only), TAB, MAC.
@@ -365,14 +361,13 @@ class Log:
             origin, size, root, good = read_note(proof["note"], self.keys)
             right = root_of_path(line, record["seq"], size, path) == root and bool(good)
             right = right and (record["seq"], record["origin"]) == (proof["index"], origin)
-        except (ValueError, KeyError, TypeError): right = False
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError): right = False
         if not right: self.find("checkpoint_mismatch", "", number, "no proof that holds", 0)
 def main(arguments: list[str]) -> int:
     keys, seeds, paths, rest = list[Key](), dict[str, bytes](), list[Path](), iter(arguments)
     for argument in rest:
-        if argument != "--keys": paths.append(Path(argument))
-        if argument != "--keys": continue
-        text = Path(next(rest, "")).read_text(encoding="utf-8").lstrip()
+        paths += [] if argument == "--keys" else [Path(argument)]
+        text = Path(next(rest, "")).read_text("utf-8").lstrip() if argument == "--keys" else ""
         given: Any = json.loads(text) if text[:1] == "{" else {"verify_keys": text.split("\n")}
         seeds |= {row["id"]: bytes.fromhex(row["seed"]) for row in given.get("chain_seeds", [])}
         keys += [read_key(line) for line in given.get("verify_keys", []) if line and line[0] != "#"]
@@ -397,4 +392,9 @@ def main(arguments: list[str]) -> int:
                     "unfinished": [*c.opens.values()]} for c in log.chains]},
         indent=1) + "\n")
     return CODES[verdict]
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    try: sys.exit(main(sys.argv[1:]))
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError) as what:
+        verdict = "io_error" if isinstance(what, OSError) else "malformed"
+        sys.stdout.write(json.dumps({"verdict": verdict, "note": repr(what)[:256]}) + "\n")
+        sys.exit(CODES[verdict])

@@ -210,6 +210,38 @@ def test_a_whole_bundle_verifies_by_itself(pristine, keys, tmp_path):
     assert "verify.py" in (there / "README.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("bundle.json", '"chains"', '"chains": 0, "c"'),
+        ("bundle.json", '"frontier": []', '"frontier": [7]'),
+        ("bundle.json", '"first": 0', '"first": "0"'),
+        ("bundle.json", '"from_ns": ', '"from_ns": ' + "9" * 5_000),
+        ("bundle.json", '"keys": [', '"keys": [true, '),
+        ("bundle.json", '"keys": [', '"keys": ["a+b+c", '),
+        ("bundle.json", "{", "{" + "[" * 50_000),
+    ],
+)
+def test_a_bundle_whose_form_is_damaged_has_a_verdict_too(pristine, keys, tmp_path, name, old, new):
+    there = exported(pristine, keys, tmp_path)
+    text = (there / name).read_text()
+    assert old in text
+    (there / name).write_text(text.replace(old, new, 1))
+    code, result = verified(there)
+    assert (code, result["verdict"]) == (17, "malformed")
+
+
+@pytest.mark.parametrize("note", ["true", '"a"', "[" * 5_000, '{"a": 1}'])
+def test_a_proof_of_another_form_does_not_hold(pristine, keys, tmp_path, note):
+    there = exported(pristine, keys, tmp_path, ALL[0], moment(0.5), "--tenant", "red")
+    proofs = there / "proofs.jsonl"
+    first, *others = proofs.read_text().splitlines()
+    proof = json.loads(first) | {"note": 0}
+    first = json.dumps(proof).replace('"note": 0', f'"note": {note}')
+    proofs.write_text("\n".join([first, *others]))
+    assert verified(there)[1]["verdict"] == "checkpoint_mismatch"
+
+
 def moment(hours):
     """The time of an hour's chain: it ran for two minutes."""
     from datetime import UTC, datetime
