@@ -53,6 +53,9 @@ def path_extensions() -> list[Extension]:
         return []
     for extension in made:
         extension.optional = True
+        # Its two thousand functions call each other and are nobody else's: no table of their names,
+        # nothing to look up at start.
+        extension.extra_compile_args = [*extension.extra_compile_args, "-fvisibility=hidden"]
     return sorted(made, key=lambda extension: not extension.name.startswith(GROUP))
 
 
