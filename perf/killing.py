@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import mmap
 import os
 import random
@@ -29,7 +30,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import machine, output
+from perf import machine
 from perf.audit import SEED, SIGNER, chain_config, record_text
 from proxy.audit.verify import verify_directory
 from proxy.audit.writer import AuditWriter
@@ -198,9 +199,15 @@ def run(args: argparse.Namespace) -> int:
         "verdict": found["verdict"] == "ok",
     }
     result = {"machine": machine.facts(), "seed": args.seed, "results": found, "gates": gates}
-    verdicts = {name: "   holds" if held else "   MISSED" for name, held in gates.items()}
-    table = [f"{name:28}{value!s:>12}{verdicts.get(name, '')}" for name, value in found.items()]
-    output.put(args.json, result, "\n".join(table))
+    text = json.dumps(result, indent=2) + "\n"
+    if args.json == Path("-"):
+        sys.stdout.write(text)
+    else:
+        for name, value in found.items():
+            gate = ("   holds" if gates[name] else "   MISSED") if name in gates else ""
+            print(f"{name:28}{value!s:>12}{gate}")
+        if args.json:
+            args.json.write_text(text, encoding="utf-8")
     return 0 if all(gates.values()) else 1
 
 
@@ -212,7 +219,7 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=POINTS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
-    output.add_json(parser)
+    parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="a file, or out")
     try:
         return run(parser.parse_args())
     except (OSError, RuntimeError) as problem:

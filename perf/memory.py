@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -23,7 +24,7 @@ from agent.memory.oom import explain
 from agent.memory.pressure import POOLS_MAX, HeatMap, png, svg
 from agent.memory.watch import MemoryWatch
 from agent.node import Node
-from perf import machine, output
+from perf import machine
 from perf.engine import rss_mib
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def missed(figures: dict[str, float]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.memory", description=__doc__)
-    output.add_json(parser)
+    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--looks", type=int, default=5000)
     options = parser.parse_args()
     figures = {name: round(value, 4) for name, value in measure(options.looks).items()}
@@ -141,11 +142,12 @@ def main() -> int:
         "figures": figures,
         "missed": lines,
     }
-    table = [
-        f"{name:20} {value:10.4f}   max {GATES[name][0]:g} {GATES[name][1]}"
-        for name, value in figures.items()
-    ]
-    output.put(options.json, result, "\n".join(table))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name, value in figures.items():
+        limit, unit = GATES[name]
+        print(f"{name:20} {value:10.4f}   max {limit:g} {unit}")
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.engine.threads import shorten_spin
-from perf import machine, output
+from perf import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,14 +113,9 @@ def measure(
     return figures, errors
 
 
-def _bounds(name: str) -> str:
-    gate = GATES.get(name)
-    return f"   {gate[0]:g} to {gate[1]:g}" if gate else ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.quality", description=__doc__)
-    output.add_json(parser)
+    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument(
         "--model", type=Path, help="GGUF file or folder; default: the default model"
     )
@@ -151,8 +146,12 @@ def main() -> int:
         "output_errors": errors,
         "missed": lines,
     }
-    table = [f"{name:42} {value:12.4f}{_bounds(name)}" for name, value in figures.items()]
-    output.put(options.json, result, "\n".join(table))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name, value in figures.items():
+        gate = GATES.get(name)
+        print(f"{name:42} {value:12.4f}" + (f"   {gate[0]:g} to {gate[1]:g}" if gate else ""))
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

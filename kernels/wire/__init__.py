@@ -7,8 +7,9 @@ twin, whose word it is. So a machine without a compiler loses speed and nothing 
 
 Beside them, on the libcrypto that hashlib loads: `macs`, HMAC-SHA256 and SHA-256 of short messages;
 `lines` and `runs`, records as they lie in the file; `requests`, a verifier's plain case; `trees`,
-many leaves of a Merkle tree at a time. And `pump`, the one thing here with a thread: the middle of
-event streams, without Python.
+many leaves of a Merkle tree at a time. On the CPU alone `checksums`, CRC-32; and `writes`, which
+begins what a sync ends. And `pump`, the one thing here with a thread: the middle of event streams,
+without Python.
 
 The readers hold the GIL, keep no state between calls, and fill the twins' own records slot by
 slot; a class whose slots are not the expected ones is refused when it is registered (TypeError).
@@ -41,12 +42,14 @@ _Cut = TypeVar("_Cut", bound="Callable[..., object]")
 _Mac = TypeVar("_Mac", bound="Callable[[bytes], object]")
 _Hash = TypeVar("_Hash", bound="Callable[..., bytes]")
 _Take = TypeVar("_Take", bound="Callable[..., object]")
+_Begin = TypeVar("_Begin", bound="Callable[[int, int, int], int]")
+_Crc = TypeVar("_Crc", bound="Callable[[bytes, int], int]")
 _Grow = TypeVar("_Grow", bound="Callable[..., int]")
 _Events = TypeVar("_Events", bound="Callable[..., object]")
 _Valid = TypeVar("_Valid", bound="Callable[[bytes], bool]")
 _Head = TypeVar("_Head", bound="Callable[..., bytes]")
 _Line = TypeVar("_Line", bound="Callable[..., tuple[bytes, str]]")
-_Run = TypeVar("_Run", bound="Callable[..., list[bytes]]")
+_Run = TypeVar("_Run", bound="Callable[..., tuple[bytes, bytes]]")
 
 
 class Grammar(NamedTuple):
@@ -187,15 +190,16 @@ def lines(line: _Line) -> _Line:
 
 
 def runs(run: _Run) -> _Run:
-    """Return request_lines(mac, prev, kind, origin, seq, rows) in place of the given twin.
+    """Return request_run(mac, prev, kind, origin, seq, walls, monos, rows, most) for the twin.
 
-    As `lines`, for records that follow one another, at most 65,536: a row is a tuple (wall_ns,
-    mono_ns, head, model, middle, prompt, tail), and the lines are returned. It lets go of the GIL.
+    As `lines`, for records that follow one another, at most 65,536: each has its times and a row, a
+    tuple (head, model, middle, prompt, tail). It returns the lines, joined, and their leaf hashes,
+    joined; ValueError when a line would have more than `most` bytes. It lets go of the GIL.
     """
     if not hasattr(_wire, "Mac"):
         return run
     assert _wire is not None
-    quick: _Run = _wire.request_lines
+    quick: _Run = _wire.request_run
     return quick
 
 
@@ -210,6 +214,27 @@ def requests(take: _Take) -> _Take:
         return take
     assert _wire is not None
     quick: _Take = _wire.take_requests
+    return quick
+
+
+def checksums(crc32: _Crc) -> _Crc:
+    """Return crc32(data, value) of bytes in place of zlib's, where the CPU multiplies for it."""
+    if _wire is None or not _wire.CRC32:
+        return crc32
+    quick: _Crc = _wire.crc32
+    return quick
+
+
+def writes(begin: _Begin) -> _Begin:
+    """Return begin_write(fd, offset, size) in place of the given twin.
+
+    The disk begins on bytes that a file was given, and nobody waits. Returns 0, or the errno of
+    what went wrong, ENOSYS where there is no such call; what goes wrong later comes out at the next
+    sync.
+    """
+    if _wire is None:
+        return begin
+    quick: _Begin = _wire.begin_write
     return quick
 
 

@@ -5,6 +5,7 @@
  * hashes of a MAC. Where no loaded libcrypto offers these functions, none of this is available.
  */
 #include "mac.h"
+#include "sha256.h"
 
 #include <dlfcn.h>
 
@@ -114,6 +115,8 @@ static PyObject *hex(const uint8_t hash[HASH_BYTES])
 struct MacObject {
     PyObject_HEAD
     Context inner, outer;
+    Sha states[2]; /* the same, for `sha256.h` */
+    bool states_there;
 };
 typedef struct MacObject Mac;
 
@@ -142,6 +145,11 @@ static PyObject *mac_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         sha256.update(&self->inner, pads[0], BLOCK_BYTES);
         sha256.init(&self->outer);
         sha256.update(&self->outer, pads[1], BLOCK_BYTES);
+        self->states_there = sha_available();
+        for (int i = 0; i < 2 && self->states_there; i++) {
+            sha_begin(&self->states[i], NULL, pads[i], 1);
+            sha_one(&self->states[i]);
+        }
         wipe(pads, sizeof pads);
     }
     PyBuffer_Release(&key);
@@ -152,6 +160,7 @@ static void mac_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     wipe(&((Mac *)self)->inner, 2 * sizeof(Context));
+    wipe(((Mac *)self)->states, sizeof ((Mac *)self)->states);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -219,6 +228,17 @@ void mac_compute(const Mac *mac, Span first, Span second, uint8_t hash[HASH_BYTE
     context = mac->outer;
     sha256.update(&context, hash, HASH_BYTES);
     sha256.final(hash, &context);
+}
+
+bool mac_states(const Mac *mac, const uint32_t **inner, const uint32_t **outer)
+{
+    if (inner != NULL) {
+        *inner = mac->states[0].state;
+    }
+    if (outer != NULL) {
+        *outer = mac->states[1].state;
+    }
+    return mac->states_there;
 }
 
 void hash_tagged(uint8_t tag, Span first, Span second, uint8_t hash[HASH_BYTES])

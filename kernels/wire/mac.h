@@ -14,6 +14,9 @@ bool mac_available(void);
 bool mac_check(PyObject *object);
 /* The MAC of two parts, joined. Needs no GIL as long as somebody holds `mac`. */
 void mac_compute(const MacObject *mac, Span first, Span second, uint8_t hash[HASH_BYTES]);
+/* Whether `sha256.h` is there for this MAC, and its two hashes behind their first block: the inner
+ * one's state, and the outer one's; either may be NULL. Needs no GIL. */
+bool mac_states(const MacObject *mac, const uint32_t **inner, const uint32_t **outer);
 /* SHA-256 of a byte and two parts, joined. Needs no GIL. */
 void hash_tagged(uint8_t tag, Span first, Span second, uint8_t hash[HASH_BYTES]);
 

@@ -110,6 +110,9 @@ static int module_exec(PyObject *module)
         }
         Py_DECREF(type);
     }
+    if (PyModule_AddIntConstant(module, "CRC32", wire_crc32_available()) < 0) {
+        return -1;
+    }
     return wire_add_mac(module);
 }
 
@@ -132,8 +135,13 @@ static PyMethodDef module_methods[] = {
     {"request_line", (PyCFunction)(void (*)(void))wire_request_line, METH_FASTCALL,
      "request_line(mac, prev, kind, origin, seq, wall_ns, mono_ns,\n"
      "             head, model, middle, prompt, tail, /)\n--\n\nSee kernels.wire.lines."},
-    {"request_lines", (PyCFunction)(void (*)(void))wire_request_lines, METH_FASTCALL,
-     "request_lines(mac, prev, kind, origin, seq, rows, /)\n--\n\nSee kernels.wire.runs."},
+    {"request_run", (PyCFunction)(void (*)(void))wire_request_run, METH_FASTCALL,
+     "request_run(mac, prev, kind, origin, seq, walls, monos, rows, most, /)\n--\n\n"
+     "See kernels.wire.runs."},
+    {"crc32", (PyCFunction)(void (*)(void))wire_crc32, METH_FASTCALL,
+     "crc32(data, value, /)\n--\n\nSee kernels.wire.checksums."},
+    {"begin_write", (PyCFunction)(void (*)(void))wire_begin_write, METH_FASTCALL,
+     "begin_write(fd, offset, size, /)\n--\n\nSee kernels.wire.writes."},
     {"grow", (PyCFunction)(void (*)(void))wire_grow, METH_FASTCALL,
      "grow(begin, end, sizes, hashes, data, lines, /)\n--\n\nSee kernels.wire.trees."},
     {NULL, NULL, 0, NULL},

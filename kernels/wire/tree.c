@@ -4,6 +4,7 @@
  * Python lists, sizes and hashes; they are read, grown without the GIL, and written back whole.
  */
 #include "mac.h"
+#include "sha256.h"
 
 enum { NODES_MAX = 192 };
 
@@ -14,12 +15,14 @@ typedef struct {
     uint8_t hashes[NODES_MAX][HASH_BYTES];
 } Nodes;
 
-/* Returns false when there is no room: no tree has so many nodes. */
-static bool add_leaf(Nodes *nodes, const uint8_t leaf[HASH_BYTES])
+/* Adds the root of the next `size` leaves, whole and in its place. Returns false when there is no
+ * room: no tree has so many nodes. */
+static bool add_node(Nodes *nodes, int64_t size, const uint8_t hash[HASH_BYTES])
 {
-    int64_t size = 1, end = nodes->end++;
+    int64_t end = nodes->end;
     uint8_t node[HASH_BYTES];
-    memcpy(node, leaf, HASH_BYTES);
+    memcpy(node, hash, HASH_BYTES);
+    nodes->end += size;
     /* The subtree on the left is whole and its sibling: together they are one. */
     while ((end & size) && end - size >= nodes->begin && nodes->count > 0) {
         nodes->count--;
@@ -36,29 +39,104 @@ static bool add_leaf(Nodes *nodes, const uint8_t leaf[HASH_BYTES])
     return true;
 }
 
-static bool grow_lines(Nodes *nodes, const uint8_t *p, const uint8_t *end)
+/* --- two hashes at a time, where `sha256.h` is there ------------------------------------------ */
+
+enum { BATCH = 256, SHORT_BYTES = 4096, FRAME_BYTES = SHORT_BYTES + 2 * SHA_BLOCK };
+
+static void tagged_frame(Sha *sha, uint8_t *frame, uint8_t tag, const uint8_t *at, size_t size)
 {
-    uint8_t leaf[HASH_BYTES];
-    while (p < end) {
-        const uint8_t *newline = memchr(p, '\n', (size_t)(end - p));
-        newline = newline != NULL ? newline : end;
-        hash_tagged(0, (Span){p, newline - p}, (Span){NULL, 0}, leaf);
-        if (!add_leaf(nodes, leaf)) {
-            return false;
+    frame[0] = tag;
+    memcpy(frame + 1, at, size);
+    sha_begin(sha, NULL, frame, sha_pad(frame, size + 1, 0));
+}
+
+/* The hashes of two rows of bytes behind a tag. */
+static void hash_two(uint8_t tag, const Span rows[2], uint8_t *first, uint8_t *second)
+{
+    uint8_t frames[2][FRAME_BYTES];
+    Sha one, two;
+    tagged_frame(&one, frames[0], tag, rows[0].at, (size_t)rows[0].size);
+    tagged_frame(&two, frames[1], tag, rows[1].at, (size_t)rows[1].size);
+    sha_two(&one, &two);
+    sha_one(&one);
+    sha_one(&two);
+    sha_write(&one, first);
+    sha_write(&two, second);
+}
+
+/* Makes of `size` leaves, a power of two and at least two, their root, in place of the first. */
+static void root_of(uint8_t *leaves, int64_t size)
+{
+    Py_ssize_t pair = (Py_ssize_t)2 * HASH_BYTES;
+    for (; size > 2; size /= 2) {
+        for (int64_t i = 0; i < size / 2; i += 2) {
+            const Span rows[2] = {{leaves + i * pair, pair}, {leaves + (i + 1) * pair, pair}};
+            hash_two(1, rows, leaves + i * HASH_BYTES, leaves + (i + 1) * HASH_BYTES);
         }
-        p = newline + 1;
     }
-    return true;
+    hash_tagged(1, (Span){leaves, HASH_BYTES}, (Span){leaves + HASH_BYTES, HASH_BYTES}, leaves);
+}
+
+/* The most of the next `left` leaves, at least one, that are a subtree. */
+static int64_t aligned(int64_t end, int64_t left)
+{
+    int64_t size = 1;
+    while (size < BATCH && 2 * size <= left && end % (2 * size) == 0) {
+        size *= 2;
+    }
+    return size;
 }
 
 static bool grow_leaves(Nodes *nodes, const uint8_t *p, const uint8_t *end)
 {
-    for (; end - p >= HASH_BYTES; p += HASH_BYTES) {
-        if (!add_leaf(nodes, p)) {
+    uint8_t batch[BATCH * HASH_BYTES];
+    bool paired = sha_available();
+    while (end - p >= HASH_BYTES) {
+        int64_t size = paired ? aligned(nodes->end, (end - p) / HASH_BYTES) : 1;
+        memcpy(batch, p, (size_t)size * HASH_BYTES);
+        if (size > 1) {
+            root_of(batch, size);
+        }
+        if (!add_node(nodes, size, batch)) {
             return false;
         }
+        p += size * HASH_BYTES;
     }
     return true;
+}
+
+static Span next_line(const uint8_t **p, const uint8_t *end)
+{
+    const uint8_t *begin = *p, *newline = memchr(begin, '\n', (size_t)(end - begin));
+    newline = newline != NULL ? newline : end;
+    *p = newline + 1;
+    return (Span){begin, newline - begin};
+}
+
+static bool grow_lines(Nodes *nodes, const uint8_t *p, const uint8_t *end)
+{
+    uint8_t batch[BATCH * HASH_BYTES];
+    bool paired = sha_available(), good = true;
+    while (good && p < end) {
+        uint8_t *leaf = batch;
+        while (p < end && leaf - batch <= (BATCH - 2) * HASH_BYTES) {
+            Span rows[2] = {next_line(&p, end), {NULL, 0}};
+            int count = 1;
+            if (paired && p < end) {
+                rows[count++] = next_line(&p, end);
+            }
+            if (count == 2 && rows[0].size < SHORT_BYTES && rows[1].size < SHORT_BYTES) {
+                hash_two(0, rows, leaf, leaf + HASH_BYTES);
+            } else {
+                for (int i = 0; i < count; i++) {
+                    hash_tagged(0, rows[i], (Span){NULL, 0}, leaf + (ptrdiff_t)i * HASH_BYTES);
+                }
+            }
+            leaf += (ptrdiff_t)count * HASH_BYTES;
+        }
+        good = grow_leaves(nodes, batch, leaf);
+    }
+    return good;
 }
 
 static bool read_nodes(Nodes *nodes, PyObject *const *args)

@@ -139,7 +139,11 @@ PyObject *wire_answer_head(PyObject *module, PyObject *const *args, Py_ssize_t c
 PyObject *wire_sha256(PyObject *module, PyObject *const *parts, Py_ssize_t count);
 PyObject *wire_take_requests(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_request_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *wire_request_lines(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *wire_request_run(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *wire_crc32(PyObject *module, PyObject *const *args, Py_ssize_t count);
+/* Whether this CPU makes it quicker than zlib does. */
+bool wire_crc32_available(void);
+PyObject *wire_begin_write(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *wire_grow(PyObject *module, PyObject *const *args, Py_ssize_t count);
 /* One chunk without extensions at `p`: what is behind it, NULL when it is none, the last one, or
  * not here as a whole. */

@@ -22,7 +22,7 @@ from proxy.keys.memory import Secret
 from proxy.sm4.digest import Digest, new_digest
 
 if TYPE_CHECKING:
-    from proxy.audit.request import RequestText, Row
+    from proxy.audit.request import Pieces, RequestText
 
 Alg = Literal["s256", "sm3"]
 ALGS: tuple[Alg, ...] = ("s256", "sm3")
@@ -31,6 +31,8 @@ ZERO_MAC = "0" * 64
 LINE_BYTES = 64 << 10
 EPOCH_LIMIT = 999_999
 
+# Names and punctuation, three numbers, two MACs; the longest line has 251.
+_AROUND_BYTES = 256
 _BLOCK_BYTES = 64
 _U32 = struct.Struct(">I").pack
 _DIGESTS = {"s256": "sha256", "sm3": "sm3"}
@@ -183,17 +185,32 @@ def _request_line_pure(
 _request_line = wire.lines(_request_line_pure)
 
 
-def _request_lines_pure(
-    mac: Mac, prev: str, kind: str, origin: str, seq: int, rows: list[Row]
-) -> list[bytes]:
-    lines = []
-    for number, row in enumerate(rows):
-        line, prev = _request_line_pure(mac, prev, kind, origin, seq + number, *row)
+def _request_run_pure(
+    mac: Mac,
+    prev: str,
+    kind: str,
+    origin: str,
+    seq: int,
+    walls: list[int],
+    monos: list[int],
+    rows: list[Pieces],
+    most: int,
+) -> tuple[bytes, bytes]:
+    lines, leaves = [], []
+    for number, (wall_ns, mono_ns, row) in enumerate(zip(walls, monos, rows, strict=True)):
+        head, model, middle, prompt, tail = row
+        line, prev = _request_line_pure(
+            mac, prev, kind, origin, seq + number, wall_ns, mono_ns,
+            head, model, middle, prompt, tail,
+        )  # fmt: skip
+        if len(line) > most:
+            raise ValueError(f"a line holds {most} bytes")
         lines.append(line)
-    return lines
+        leaves.append(sha256(b"\0", line[:-1]))
+    return b"".join(lines), b"".join(leaves)
 
 
-_request_lines = wire.runs(_request_lines_pure)
+_request_run = wire.runs(_request_run_pure)
 
 
 class Head:
@@ -239,6 +256,7 @@ class Chain:
         "_quoted_origin",
         "_turn",
         "_turns",
+        "around_bytes",
         "prev",
         "seq",
     )
@@ -252,6 +270,7 @@ class Chain:
         self._fixed: dict[str, Any] = {}
         self._kind = ""
         self._mac = self._turns[0].mac
+        self.around_bytes = 0  # a request's line has no more of them around its text
         self.seq = 0  # of the next record
         self.prev = ZERO_MAC  # MAC of the record before it, hex
         self._go_on(0)
@@ -268,6 +287,7 @@ class Chain:
         self._fixed = {"v": 1, "origin": self._origin, "key_id": current.key_id}
         # The chain's own members of a request record, as they stand around the others.
         self._kind = f'"key_id":{_quoted(current.key_id)},"kind":"request",'
+        self.around_bytes = _AROUND_BYTES + len((self._kind + self._quoted_origin).encode())
 
     @property
     def key_id(self) -> str:
@@ -347,6 +367,7 @@ class Chain:
         """As `line`, for a request."""
         # Of the two MACs only one is known in C.
         make = _request_line_pure if isinstance(self._mac, Hmac) else _request_line
+        head, model, middle, prompt, tail = text.pieces
         line, made = make(
             self._mac,
             self.prev,
@@ -355,11 +376,11 @@ class Chain:
             self.seq,
             wall_ns,
             mono_ns,
-            text.head,
-            text.model,
-            text.middle,
-            text.prompt,
-            text.tail,
+            head,
+            model,
+            middle,
+            prompt,
+            tail,
         )
         if len(line) > LINE_BYTES:
             raise ValueError(f"a record of {len(line) - 66} bytes; a line holds {LINE_BYTES}")
@@ -367,15 +388,28 @@ class Chain:
         self.prev = made
         return line
 
-    def request_lines(self, rows: list[Row]) -> list[bytes]:
-        """As `request_line` for each row (`RequestText.row`), at least one; all of them or none."""
-        make = _request_lines_pure if isinstance(self._mac, Hmac) else _request_lines
-        lines = make(self._mac, self.prev, self._kind, self._quoted_origin, self.seq, rows)
-        if max(map(len, lines)) > LINE_BYTES:
-            raise ValueError(f"a line holds {LINE_BYTES}")
-        self.seq += len(lines)
-        self.prev = lines[-1][-65:-1].decode()
-        return lines
+    def request_run(
+        self, walls: list[int], monos: list[int], rows: list[Pieces]
+    ) -> tuple[bytes, bytes]:
+        """As `request_line` for each row and its times, at least one; all of them or none.
+
+        Returns the lines, joined, and their leaf hashes (`tree.leaf_hash`), joined.
+        """
+        make = _request_run_pure if isinstance(self._mac, Hmac) else _request_run
+        lines, leaves = make(
+            self._mac,
+            self.prev,
+            self._kind,
+            self._quoted_origin,
+            self.seq,
+            walls,
+            monos,
+            rows,
+            LINE_BYTES,
+        )
+        self.seq += len(rows)
+        self.prev = lines[-65:-1].decode()
+        return lines, leaves
 
     def _linked(self, data: bytes) -> bytes:
         if len(data) > LINE_BYTES - 66:

@@ -128,6 +128,14 @@ class _Asked(msgspec.Struct):
         return ""
 
 
+def _extend(leaves: Range, part: Part) -> None:
+    for hashed, data in part.leaves:
+        if hashed:
+            leaves.extend_packed(data)
+        else:
+            leaves.extend_lines(data)
+
+
 class Checkpointer:
     """See the module."""
 
@@ -149,10 +157,10 @@ class Checkpointer:
         """Records in the tree: all that are durable."""
         return self._ranges[-1].end
 
-    def expect(self, log: bytes) -> None:
+    def expect(self, part: Part) -> None:
         """Make ready for a part's lines, which are written and not durable yet."""
         ready = (self._expected or self._ranges)[-1].copy()
-        ready.extend_lines(log)
+        _extend(ready, part)
         self._expected.append(ready)
 
     def add(self, parts: Sequence[Part], records: int) -> None:
@@ -169,7 +177,7 @@ class Checkpointer:
             if number < len(expected):
                 self._ranges[-1] = expected[number]
             else:
-                self._ranges[-1].extend_lines(part.log)
+                _extend(self._ranges[-1], part)
 
     def sign(self) -> Signed:
         """Sign the tree as it is, and ask each witness to cosign that, unless it is still busy."""

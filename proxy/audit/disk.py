@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kernels import wire
 from proxy.audit.layout import ESCROW_NAME, LOCK_NAME, ids_name, segment_name, sync_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -49,12 +50,16 @@ class SegmentFile(msgspec.Struct, eq=False):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Bytes for one segment, and how many records they are."""
+    """Bytes for one segment, and how many records they are.
+
+    `leaves` is all of `log` again, in order: leaf hashes (True), or lines that have none yet.
+    """
 
     segment: SegmentFile
     log: bytes
     ids: bytes
     records: int
+    leaves: Sequence[tuple[bool, bytes]]
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -74,6 +79,19 @@ class Committed(msgspec.Struct, frozen=True):
     seconds: float
     error: OSError | None = None
     sealed: Sealed | None = None
+
+
+_crc32 = wire.checksums(zlib.crc32)
+
+
+def _begin_pure(fd: int, offset: int, size: int) -> int:
+    del fd, offset, size
+    return 0  # the sync writes it
+
+
+_begin_write = wire.writes(_begin_pure)
+# What writing may end with, as fdatasync does; any other error says that there is no such call.
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 class _SyncFailed(Exception):  # noqa: N818 - carries a verdict between two methods
@@ -114,11 +132,11 @@ class Disk:
     """Files of one chain."""
 
     def __init__(
-        self, chain: Path, escrow: str = "", written: Callable[[bytes], None] | None = None
+        self, chain: Path, escrow: str = "", written: Callable[[Part], None] | None = None
     ) -> None:
         """`escrow` lies beside the chain before its first record does.
 
-        `written` is told of bytes of a log that are not durable yet, and may be so never.
+        `written` is told of a part whose log is not durable yet, and may be so never.
         """
         self._chain = chain
         self._escrow = escrow
@@ -127,13 +145,14 @@ class Disk:
         self._open: SegmentFile | None = None
         self._ahead: list[Part] = []
         self._ahead_written = 0
-        self._ahead_error: OSError | None = None
+        self._ahead_error: OSError | _SyncFailed | None = None
         self._syncs = 0
 
     def ahead(self, parts: list[Part]) -> None:
         """Take parts before the commit that syncs them and answers for them too.
 
-        They are written where nothing stands against it.
+        They are written where nothing stands against it, and the disk is told to begin on them, so
+        that less is left for the sync.
         """
         before = len(self._ahead)
         self._ahead += parts
@@ -143,9 +162,11 @@ class Disk:
             for part in parts:
                 if part.ids or part.segment is not self._open:
                     return
+                offset = part.segment.written
                 self._put(part)
                 self._ahead_written += 1
-        except OSError as problem:
+                self._begin(part.segment.fd, offset, len(part.log))
+        except (OSError, _SyncFailed) as problem:
             self._ahead_error = problem
 
     def commit(self, parts: list[Part]) -> Committed:
@@ -252,9 +273,16 @@ class Disk:
         self._write(segment.fd, log, segment.written)
         segment.written += len(log)
         # Against a disk that returns other bytes, not against people: those have MACs to get past.
-        segment.written_crc32 = zlib.crc32(log, segment.written_crc32)
+        segment.written_crc32 = _crc32(log, segment.written_crc32)
         if self._tell_written is not None:
-            self._tell_written(log)
+            self._tell_written(part)
+
+    @staticmethod
+    def _begin(fd: int, offset: int, size: int) -> None:
+        """Have the disk begin on bytes of a file. It is a sync's beginning, and fails as one."""
+        number = _begin_write(fd, offset, size)
+        if number in _LOST:
+            raise _SyncFailed(OSError(number, os.strerror(number)))
 
     def _write(self, fd: int, data: bytes, offset: int) -> None:
         try:
@@ -305,7 +333,7 @@ class Disk:
                 block = os.pread(segment.fd, min(1 << 20, segment.size - offset), offset)
                 if not block:
                     return False
-                crc32 = zlib.crc32(block, crc32)
+                crc32 = _crc32(block, crc32)
                 offset += len(block)
         except OSError:
             return False

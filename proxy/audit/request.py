@@ -18,39 +18,37 @@ from proxy.audit.record import OUTCOMES, PHASES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Row = tuple[int, int, str, str, str, str, str]
+# Of any length as a type, or mypyc would take it apart and make a new one for each reader.
+Pieces = tuple[str, ...]
 
 _QUOTED_MAX = 1024
 _quoted_before: dict[str, str] = {}
 
 
 class RequestText:
-    """The pieces, each empty or ending with a comma, and the outcome for the count of losses.
+    """Five pieces, each empty or ending with a comma, and the outcome for the count of losses.
 
     `head` comes before the chain's `key_id` and `kind`, `model` before `mono_ns` and `origin`,
-    `middle` before `prev`, `prompt` before `seq`, `tail` before `v` and `wall_ns`.
+    `middle` before `prev`, `prompt` before `seq`, `tail` before `v` and `wall_ns`. `bytes_most`:
+    they have no more, as UTF-8.
     """
 
-    __slots__ = ("head", "middle", "model", "outcome", "prompt", "tail")
+    __slots__ = ("bytes_most", "outcome", "pieces")
 
     def __init__(
         self, outcome: str, head: str, model: str, middle: str, prompt: str, tail: str
     ) -> None:
         self.outcome = outcome
-        self.head = head
-        self.model = model
-        self.middle = middle
-        self.prompt = prompt
-        self.tail = tail
-
-    def characters(self) -> int:
-        """Return how many characters the pieces have, together."""
-        pieces = len(self.head) + len(self.model) + len(self.middle)
-        return pieces + len(self.prompt) + len(self.tail)
-
-    def row(self, wall_ns: int, mono_ns: int) -> Row:
-        """Return the pieces with the record's times, as `chain.Chain.request_lines` takes them."""
-        return wall_ns, mono_ns, self.head, self.model, self.middle, self.prompt, self.tail
+        self.pieces: Pieces = (head, model, middle, prompt, tail)
+        size = len(head) + len(model) + len(middle) + len(prompt) + len(tail)
+        plain = (
+            head.isascii()
+            and model.isascii()
+            and middle.isascii()
+            and prompt.isascii()
+            and tail.isascii()
+        )
+        self.bytes_most = size if plain else 4 * size
 
     def with_ids(
         self,
@@ -67,14 +65,9 @@ class RequestText:
             members += f'"ids_at":{at},'
         if commit is not None:
             members += f'"ids_commit":"{commit}",'
-        return RequestText(
-            self.outcome,
-            f'{self.head}{members}"ids_n":{count},',
-            self.model,
-            self.middle,
-            self.prompt,
-            self.tail,
-        )
+        head, model, middle, prompt, tail = self.pieces
+        head = f'{head}{members}"ids_n":{count},'
+        return RequestText(self.outcome, head, model, middle, prompt, tail)
 
 
 def quoted(text: str) -> str:

@@ -11,7 +11,6 @@ it (`Pending.hold`), so a checkpoint at seq S states S records, every one of the
 When a write fails, the same bytes are tried again every `RETRY_S`. When a sync fails, the file is
 sealed at its durable end and what was not durable is chained again into a new segment, so seq
 numbers of those records move by one; what `append` returned stays good for `durable`.
-
 One loop, one process: a forked child is refused at its first append.
 """
 
@@ -65,7 +64,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # Kinds with a call of their own.
 _OWN_CALLS = ("request", "rotate")
 # Behind a checkpoint what was held is written so much at a time, while more is chained.
-_AHEAD_RECORDS = 128
+_AHEAD_RECORDS = 256
 
 
 class AuditWriter:
@@ -343,8 +342,6 @@ class AuditWriter:
         self.stats.pending = len(self._pending)
         return ticket
 
-    # Flushing, and what comes back.
-
     def _schedule(self) -> None:
         if self._syncing:
             self._syncer.collect()
@@ -418,6 +415,9 @@ class AuditWriter:
                 self._pending.chain_again(committed.sealed)
                 # A checkpoint that was not durable is left out; the next stands right behind.
                 self._due.ask()
+                if self._pending.over and self._drained is not None:
+                    self._due.now = self._due.under_way = False  # but it may end without one
+                    self._drained.set_result(None)
         if self._due.under_way:
             self._place_checkpoint(signed)
         stats.pending = len(self._pending)

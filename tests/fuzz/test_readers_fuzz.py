@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kernels import wire
-from tests.fuzz import envelope, sse
+from tests.fuzz import chains, envelope, sse
 from tests.unit.kernels import wire_cases
 
 if TYPE_CHECKING:
@@ -21,6 +21,15 @@ def test_damaged_event_streams_come_apart_as_the_standard_says() -> None:
     rng = random.Random(SEED)
     for _ in range(2000):
         sse.check(rng)
+
+
+@pytest.mark.parametrize("check", chains.CHECKS)
+def test_lines_leaves_and_sums_are_those_of_the_twins(
+    check: Callable[[random.Random], None],
+) -> None:
+    rng = random.Random(SEED)
+    for _ in range(200):
+        check(rng)
 
 
 @pytest.mark.parametrize("check", envelope.CHECKS)

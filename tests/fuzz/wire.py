@@ -3,9 +3,9 @@
     .venv/bin/python -m tests.fuzz.wire                 60 s, a new seed
     .venv/bin/python -m tests.fuzz.wire --seconds 600 --seed 7
 
-Builds the extension twice with gcc into a temporary directory, as shipped and without SSE2, and
-runs half of the time with each. What C takes must be what the twin says, and no read may leave a
-buffer.
+Builds the extension twice with gcc into a temporary directory, as shipped and without the
+instructions that not every CPU has, and runs half of the time with each. What C takes must be what
+the twin says, and no read may leave a buffer.
 Needs gcc with libasan. Exit codes: 0 nothing found, 1 a difference or a sanitizer's report.
 """
 
@@ -27,7 +27,7 @@ MODULE = "kernels.wire._wire"
 def fuzz(extension: str, seconds: float, seed: int) -> int:
     """Compare damaged traffic until the time is over."""
     builds.load(MODULE, extension)
-    from tests.fuzz import sse
+    from tests.fuzz import chains, sse
     from tests.unit.kernels import wire_cases
 
     assert wire_cases.wire._wire.__file__ == extension
@@ -43,7 +43,9 @@ def fuzz(extension: str, seconds: float, seed: int) -> int:
                 taken += wire_cases.agrees(pair, *wire_cases.arguments(rng, name, data))
         for _ in range(50):  # streams: plain events are C's, all others and all pieces are not
             sse.check(rng)
-            cases += 1
+            for check in chains.CHECKS:
+                check(rng)
+            cases += 1 + len(chains.CHECKS)
     print(f"{Path(extension).stem.partition('.')[0]}: {cases} cases, {taken} taken, all agree")
     return 0
 

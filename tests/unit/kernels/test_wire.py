@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import hmac
+import os
 import random
 import resource
 import shutil
@@ -469,36 +471,70 @@ def test_a_key_that_is_none_is_refused(key):
         wire._wire.Mac(key)
 
 
-ROW = (1, 2, "", "", "", "", "")
+ROW = ("", "", "", "", "")
 
 
 @no_mac
 @pytest.mark.parametrize(
-    ("prev", "seq", "rows"),
+    ("prev", "seq", "walls", "rows"),
     [
-        ("0" * 64, 0, (ROW,)),
-        ("0" * 64, 0, [ROW[:-1]]),
-        ("0" * 64, 0, [list(ROW)]),
-        ("0" * 64, 0, [ROW, (-1, *ROW[1:])]),
-        ("0" * 64, 0, [ROW, (1 << 64, *ROW[1:])]),
-        ("0" * 64, 0, [(*ROW[:-1], b"")]),
-        ("0" * 64, 0, [(*ROW[:-1], "\ud800")]),
-        ("0" * 64, -1, [ROW]),
-        ("0" * 63, 0, [ROW]),
-        ("g" * 64, 0, [ROW]),
-        ("0" * 64, 0, [ROW] * 65_537),
+        ("0" * 64, 0, [1], (ROW,)),
+        ("0" * 64, 0, (1,), [ROW]),
+        ("0" * 64, 0, [1], [ROW[:-1]]),
+        ("0" * 64, 0, [1], [list(ROW)]),
+        ("0" * 64, 0, [1], [(*ROW[:-1], b"")]),
+        ("0" * 64, 0, [1], [(*ROW[:-1], "\ud800")]),
+        ("0" * 64, 0, [1], [(*ROW[:-1], "x" * 1000)]),
+        ("0" * 64, 0, [1], [ROW] * 2),
+        ("0" * 64, 0, [1], []),
+        ("0" * 64, 0, [1, -1], [ROW] * 2),
+        ("0" * 64, 0, [1, 1 << 64], [ROW] * 2),
+        ("0" * 64, 0, [1, 1.0], [ROW] * 2),
+        ("0" * 64, -1, [1], [ROW]),
+        ("0" * 63, 0, [1], [ROW]),
+        ("g" * 64, 0, [1], [ROW]),
+        ("0" * 64, 0, [1] * 65_537, [ROW] * 65_537),
     ],
 )
-def test_rows_that_are_none_are_refused(prev, seq, rows):
+def test_rows_that_are_none_are_refused(prev, seq, walls, rows):
     mac = wire._wire.Mac(b"k")
-    assert len(wire._wire.request_lines(mac, "0" * 64, "", "", 0, [ROW] * 2)) == 2
+    call = wire._wire.request_run
+    lines, leaves = call(mac, "0" * 64, "", "", 0, [1, 1], [2, 2], [ROW] * 2, 1000)
+    assert (lines.count(b"\n"), len(leaves)) == (2, 64)
     with pytest.raises((TypeError, ValueError, OverflowError)):
-        wire._wire.request_lines(mac, prev, "", "", seq, rows)
+        call(mac, prev, "", "", seq, walls, [2] * len(walls), rows, 1000)
+    with pytest.raises(ValueError, match="a line holds 10 bytes"):
+        call(mac, "0" * 64, "", "", 0, [1], [2], [ROW], 10)
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        call(mac, "0" * 64, "", "", 0, [1], [2.0], [ROW], 1000)
     with pytest.raises(TypeError):
-        wire._wire.request_lines(object(), "0" * 64, "", "", 0, [ROW])
+        call(object(), "0" * 64, "", "", 0, [1], [2], [ROW], 1000)
+
+
+@pytest.mark.skipif(not wire.AVAILABLE, reason="kernels.wire: no extension built here")
+def test_writing_begins_on_a_file_and_on_nothing_else(tmp_path):
+    def twin(fd, offset, size):
+        raise AssertionError
+
+    begin = wire.writes(twin)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 10_000)
+        file.flush()
+        assert begin(file.fileno(), 0, 10_000) == 0
+        assert begin(file.fileno(), -1, 10_000) == errno.EINVAL
+    reading, writing = os.pipe()
+    assert begin(writing, 0, 1) == errno.ESPIPE
+    os.close(reading)
+    os.close(writing)
+    assert begin(-1, 0, 1) == errno.EBADF
+    with pytest.raises((TypeError, OverflowError)):
+        begin(writing, 0, 1 << 64)
+    with pytest.raises(TypeError):
+        begin(writing, 0)
 
 
 def test_without_the_extension_the_twins_are_given_back(monkeypatch):
     monkeypatch.setattr(wire, "_wire", None)
     assert wire.macs(min, max) == (min, max)
     assert (wire.lines(min), wire.runs(max)) == (min, max)
+    assert (wire.writes(min), wire.checksums(max)) == (min, max)

@@ -156,7 +156,7 @@ async def crash(writer: AuditWriter) -> None:
     """End a writer as kill -9 does: nothing more is written, the lock is gone."""
     if writer._pending:
         with contextlib.suppress(Exception):
-            await writer.durable(writer._pending.last_ticket)
+            await writer.durable(writer._pending._ticket)
     writer._heartbeat.cancel()
     if writer._timer is not None:
         writer._timer.cancel()

@@ -7,9 +7,11 @@ import contextlib
 import errno
 import json
 import os
+import random
 
 import pytest
 
+from proxy.audit import disk as disk_module
 from proxy.audit import writer as writer_module
 from proxy.audit.checkpoint import Answer
 from proxy.audit.layout import segments
@@ -240,6 +242,88 @@ def test_what_is_written_ahead_of_its_batch_is_written_again_where_that_fails(
     assert requests == [facts(n)["trace_id"] for n in range(6000)]
     assert writer.stats.failures == 1
     assert len(calls) > writer.stats.syncs  # some were written ahead
+    ok(tmp_path)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSYS])
+@pytest.mark.parametrize("fail_at", [1, 2, 5])
+def test_a_disk_that_fails_before_it_is_asked_to_sync_has_failed(
+    tmp_path, monkeypatch, fail_at, error
+):
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.01)
+    real, calls, tickets = disk_module._begin_write, [], []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) != fail_at:
+            return real(*args)
+        return error
+
+    monkeypatch.setattr(disk_module, "_begin_write", failing)
+
+    async def scene():
+        writer = start(tmp_path, checkpoint_records=800)
+        for first in range(0, 6000, 500):
+            texts = [request(n % 10_000) for n in range(first, first + 500)]
+            tickets.extend(writer.append_requests(texts, [None] * 500))
+            await asyncio.sleep(0)
+        await until(lambda: writer.available and not writer.stats.pending)
+        await writer.close()
+        return writer
+
+    writer = run(scene)
+    assert len(calls) >= fail_at
+    found = records(writer.dir)
+    requests = [record["trace_id"] for record in found if record["kind"] == "request"]
+    assert requests == [facts(n)["trace_id"] for n in range(6000)]
+    assert tickets == sorted(set(tickets))
+    sealed = [record for record in found if "sealed" in record]
+    assert (len(sealed), writer.stats.failures) == ((1, 1) if error == errno.EIO else (0, 0))
+    ok(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_records_of_every_form_keep_their_order_whatever_fails(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.002)
+    rng = random.Random(seed)
+    real = os.fdatasync
+
+    def failing(fd):
+        if rng.random() < 0.1:
+            raise OSError(5, "I/O error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    forms = ({}, {}, {}, {}, {"model": "\u5de7" * 80}, {"tenant": "\U0001f600" * 60})
+    tickets = []
+
+    async def scene():
+        changes = {"segment_bytes": rng.choice((8192, 70_000, 1 << 20)), "token_ids": "commit"}
+        writer = start(tmp_path, checkpoint_records=rng.choice((20, 300)), **changes)
+        count = 0
+        while count < 2500:
+            size = rng.choice((1, 2, 30, 64, 300))
+            texts = [request(n, **rng.choice(forms)) for n in range(count, count + size)]
+            ids = [[n] if rng.random() < 0.02 else None for n in range(size)]
+            if rng.random() < 0.3:
+                tickets.extend(map(writer.append_request, texts, ids))
+            else:
+                tickets.extend(writer.append_requests(texts, ids))
+            count += size
+            if rng.random() < 0.6:
+                await asyncio.sleep(rng.choice((0, 0, 0.002)))
+            if rng.random() < 0.1:
+                writer.rotate()
+        await until(lambda: writer.available and not writer.stats.pending)
+        assert (writer._pending.bytes, len(writer._pending)) == (0, 0)
+        await writer.close()
+        return writer.dir, count
+
+    chain, count = run(scene)
+    found = [record for record in records(chain) if record["kind"] == "request"]
+    assert [record["trace_id"] for record in found] == [facts(n)["trace_id"] for n in range(count)]
+    assert tickets == sorted(set(tickets))
+    assert tickets[0] >= 1
     ok(tmp_path)
 
 

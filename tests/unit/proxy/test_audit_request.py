@@ -13,6 +13,7 @@ from proxy.audit.canonical import INT_LIMIT, decode, fit
 from proxy.audit.chain import ALGS, LINE_BYTES, Chain
 from proxy.audit.record import OUTCOMES, PHASES, problem_with
 from proxy.audit.request import request_text
+from proxy.audit.tree import leaf_hash
 from tests.unit.proxy.audit_chains import SEED, START_MS, request_members
 
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -91,7 +92,7 @@ def test_more_strings_than_are_remembered_are_written_all_the_same():
             trace_id="1-00001-0001", tenant=f't"{number}', qos="P1", status=200, outcome="ok",
             phase="done",
         )  # fmt: skip
-        assert f'"tenant":"t\\"{number}"' in text.tail
+        assert f'"tenant":"t\\"{number}"' in text.pieces[-1]
 
 
 @pytest.mark.parametrize("wrong", [{"outcome": "fine"}, {"phase": "later"}])
@@ -112,7 +113,14 @@ def test_many_lines_in_one_go_are_those_made_one_by_one(given_facts, alg):
     for chained in (one, two):
         chained.line("heartbeat", {"in_flight": 0, "started_total": 0}, 1, 2)
     expected = [one.request_line(text, wall, mono) for text, wall, mono in rows]
-    assert two.request_lines([text.row(wall, mono) for text, wall, mono in rows]) == expected
+    walls, monos = [wall for _, wall, _ in rows], [mono for _, _, mono in rows]
+    lines, leaves = two.request_run(walls, monos, [text.pieces for text, _, _ in rows])
+    assert lines == b"".join(expected)
+    assert leaves == b"".join(leaf_hash(line[:-1]) for line in expected)
+    assert all(
+        len(line) <= row[0].bytes_most + two.around_bytes
+        for line, row in zip(expected, rows, strict=True)
+    )
     assert stands(two) == stands(one)
 
 
@@ -123,5 +131,5 @@ def test_many_lines_are_all_chained_or_none():
     )
     short = request_text(trace_id="x", tenant="t", qos="P1", status=0, outcome="ok", phase="done")
     with pytest.raises(ValueError, match="a line holds"):
-        chained.request_lines([short.row(1, 2), text.row(1, 2)])
+        chained.request_run([1, 1], [2, 2], [short.pieces, text.pieces])
     assert stands(chained) == stands(chain())

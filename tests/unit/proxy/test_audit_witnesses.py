@@ -76,7 +76,8 @@ class Cosigning:
 
 def grow(tree, records=1):
     for _ in range(records):
-        tree.add([Part(None, b"x%d\n" % tree.size, b"", 1)], 1)
+        line = b"x%d\n" % tree.size
+        tree.add([Part(None, line, b"", 1, [(False, line)])], 1)
 
 
 def names(note):
