@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 
 if __name__ == "__main__":
+    # It asks for a reload. Until there is something to reload it must not end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Hardly anything that a start makes is garbage; once it serves, `lifecycle` turns this on.
     gc.disable()
     from proxy import lean  # noqa: F401 - before what loads msgspec

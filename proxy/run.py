@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if "-h" in words or "--help" in words:
         print(HELP, end="")  # noqa: T201
         return EXIT_OK
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # see `__main__`, which not every start goes by
     try:
         path = _config_named(words)
     except ValueError as problem:
@@ -111,5 +113,8 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
         logging.getLogger("proxy").critical("cannot start: %s", problem)
         return EXIT_IO
     finally:
+        # Nor from here on: the closed loop leaves the signal to its default.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
         loop.close()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return EXIT_OK

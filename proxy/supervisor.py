@@ -132,7 +132,8 @@ def supervise(settings: Settings) -> int | Worker:
             if not pid:
                 os.close(writer)
                 for number in SIGNALS:
-                    signal.signal(number, signal.SIG_DFL)
+                    ignored = number == signal.SIGHUP  # until it serves, as in `run.main`
+                    signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
                 return Worker(index, settings.workers, directory, reader, board)
             staff.started(index, pid, now_s)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -368,6 +369,32 @@ def test_sighup_does_not_end_the_sidecar(tmp_path, upstream):
         assert client.chunked()[0] == b"data: [DONE]\n\n"
         assert sidecar.ask(post(CHAT)).status == 200
         assert sidecar.process.poll() is None
+
+
+def ignores_hangups(pid):
+    """Say whether a process ignores SIGHUP now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("SigIgn:\t")[1].split()[0], 16) & 1 << (signal.SIGHUP - 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sighup_ends_no_sidecar_that_begins_or_ends(tmp_path, upstream, keys, workers):
+    sidecar = Sidecar(tmp_path / "s", upstream.url, keys=keys, WORKERS=workers).spawn()
+    try:
+        until(lambda: ignores_hangups(sidecar.process.pid), "a process of ours")
+        while sidecar.log.count("serving:") < workers:
+            sidecar.signal(signal.SIGHUP)
+            time.sleep(0.005)
+            assert sidecar.process.poll() is None, sidecar.log
+        assert sidecar.ask(post(CHAT)).status == 200
+        sidecar.signal(signal.SIGTERM)
+        while sidecar.process.poll() is None:
+            sidecar.signal(signal.SIGHUP)
+            time.sleep(0.001)
+        assert sidecar.ended() == 0
+        assert "again" not in sidecar.log  # no worker had to be started a second time
+    finally:
+        sidecar.kill()
 
 
 def test_upstream_gets_the_pools_credential_and_not_the_logs(sidecar, upstream):
