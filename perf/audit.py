@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import machine
+from perf import machine, output
 from proxy.audit import hashes
 from proxy.audit.bundle import verify as bundle_verify
 from proxy.audit.layout import segments
@@ -333,16 +333,12 @@ def run(args: argparse.Namespace) -> int:
         "results": {name: round(value, 4) for name, value in found.items()},
         "gates": {name: {"bound": GATES[name][0], "holds": held} for name, held in gates.items()},
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if args.json == Path("-"):
-        sys.stdout.write(text)
-        return 0 if all(gates.values()) else 1
-    for name, value in found.items():
-        verdict = "holds" if gates.get(name) else "MISSED"
-        gate = f"   gate {GATES[name][0]:g}: {verdict}" if name in gates else ""
-        print(f"{name:24}{value:12.4g}{gate}")
-    if args.json:
-        args.json.write_text(text, encoding="utf-8")
+    verdicts = {
+        name: f"   gate {GATES[name][0]:g}: {'holds' if held else 'MISSED'}"
+        for name, held in gates.items()
+    }
+    table = [f"{name:24}{value:12.4g}{verdicts.get(name, '')}" for name, value in found.items()]
+    output.put(args.json, result, "\n".join(table))
     return 0 if all(gates.values()) else 1
 
 
@@ -355,13 +351,7 @@ def main() -> int:
         "--records", type=int, default=RECORDS, help=f"of the chain that is verified ({RECORDS})"
     )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        help="the whole result, to this file or out",
-    )
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (OSError, RuntimeError) as problem:

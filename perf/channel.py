@@ -20,10 +20,9 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import machine, peers, process, report
+from perf import machine, output, peers, process, report
 from perf.process import PeerError
 from perf.rounds import midmean, standard_error
 from proxy.keys.file import read
@@ -35,6 +34,7 @@ from proxy.sm4.sealer import EVENT_STREAM, RequestSealer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PEER_CORE, LOAD_CORE = 0, 1
 PORT_BASE = 21100
@@ -375,10 +375,7 @@ def run(arguments: argparse.Namespace) -> int:
         "paces": paces,
         "gates": [report.gate_row(gate) for gate in found],
     }
-    sys.stdout.write(show(outcome, found) + "\n")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    output.put(arguments.json, outcome, show(outcome, found))
     return 0 if all(gate.ok for gate in found) else 1
 
 
@@ -390,7 +387,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1200, help="interleaved rounds (1200)")
     parser.add_argument("--tier", default=cipher.AUTO, help="SM4 tier of the sidecar (auto)")
     parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 43 ports")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (PeerError, subprocess.CalledProcessError, OSError) as problem:

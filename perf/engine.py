@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import statistics
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.engine.threads import shorten_spin
-from perf import machine
+from perf import machine, output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -152,9 +151,14 @@ def missed(figures: dict[str, float]) -> list[str]:
     return lines
 
 
+def _bound(name: str) -> str:
+    gate = GATES.get(name)
+    return f"   {gate[1]} {gate[0]:g} {gate[2]}" if gate else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.engine", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    output.add_json(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="int4", help="as the setting agent.dtype")
@@ -204,15 +208,11 @@ def main() -> int:
         "disturbed": foreign > DISTURBED,
         "missed": lines,
     }  # fmt: skip
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name, value in figures.items():
-        gate = GATES.get(name)
-        print(f"{name:24} {value:10.3f}" + (f"   {gate[1]} {gate[0]:g} {gate[2]}" if gate else ""))
-    print(
+    table = [f"{name:24} {value:10.3f}{_bound(name)}" for name, value in figures.items()]
+    table.append(
         f"others took {foreign:.0%} of the cores" + (": disturbed" if foreign > DISTURBED else "")
     )
+    output.put(options.json, result, "\n".join(table))
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

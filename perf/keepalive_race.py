@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
+from perf import output
 from perf.machine import facts
 from perf.peers import Peer, Ports, make
 from perf.process import PeerError, ask, spawn, stop, wait_until
@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=10, help=f"of {CLIENTS} requests each")
     parser.add_argument("--port", type=int, default=BASE_PORT, help="first of a row of ports")
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    output.add_json(parser)
     options = parser.parse_args()
     names = options.peers.split(",")
     if unknown := set(names) - set(ROWS):
@@ -231,15 +231,14 @@ def main() -> int:
             print(f"{name}: left out: {problem}", file=sys.stderr)
     if not rows:
         return 2
-    print(f"{'peer':12} {'end':4} {'posts':>6} {'lost':>6} {'of them had':>12} {'twice':>6}")
-    for row in rows:
-        print(
-            f"{row.peer:12} {row.end:4} {row.posts:6} {row.lost:6} "
-            f"{row.lost_though_had:12} {row.twice:6}"
-        )
-    if options.json:
-        result = {"machine": facts(), "rows": [dataclasses.asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    table = [f"{'peer':12} {'end':4} {'posts':>6} {'lost':>6} {'of them had':>12} {'twice':>6}"]
+    table += [
+        f"{row.peer:12} {row.end:4} {row.posts:6} {row.lost:6} "
+        f"{row.lost_though_had:12} {row.twice:6}"
+        for row in rows
+    ]
+    result = {"machine": facts(), "rows": [dataclasses.asdict(row) for row in rows]}
+    output.put(options.json, result, "\n".join(table))
     ours = [row for row in rows if row.peer in ("tongguan", "repeatable")]
     return int(any(row.twice or (row.peer == "repeatable" and row.lost) for row in ours))
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import machine
+from perf import machine, output
 from proxy.keys.directory import DirectoryProvider
 from proxy.keys.file import KeyFile, encode
 from proxy.keys.pace import breathe
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shards", type=int, default=SHARDS)
     parser.add_argument("--secrets", type=int, default=SECRETS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE")
+    output.add_json(parser)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.load is not None:
@@ -269,10 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         "found": {name: round(value, 3) for name, value in found.items()},
         "missed": problems,
     }
-    text = json.dumps(result, indent=2)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
-    print(text if options.json else "\n".join(f"{n:28}{v:10.3f}" for n, v in found.items()))
+    output.put(options.json, result, "\n".join(f"{n:28}{v:10.3f}" for n, v in found.items()))
     for line in problems:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if problems else 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import mmap
 import os
 import random
@@ -30,7 +29,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import machine
+from perf import machine, output
 from perf.audit import SEED, SIGNER, chain_config, record_text
 from proxy.audit.verify import verify_directory
 from proxy.audit.writer import AuditWriter
@@ -199,15 +198,9 @@ def run(args: argparse.Namespace) -> int:
         "verdict": found["verdict"] == "ok",
     }
     result = {"machine": machine.facts(), "seed": args.seed, "results": found, "gates": gates}
-    text = json.dumps(result, indent=2) + "\n"
-    if args.json == Path("-"):
-        sys.stdout.write(text)
-    else:
-        for name, value in found.items():
-            gate = ("   holds" if gates[name] else "   MISSED") if name in gates else ""
-            print(f"{name:28}{value!s:>12}{gate}")
-        if args.json:
-            args.json.write_text(text, encoding="utf-8")
+    verdicts = {name: "   holds" if held else "   MISSED" for name, held in gates.items()}
+    table = [f"{name:28}{value!s:>12}{verdicts.get(name, '')}" for name, value in found.items()]
+    output.put(args.json, result, "\n".join(table))
     return 0 if all(gates.values()) else 1
 
 
@@ -219,7 +212,7 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=POINTS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
-    parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="a file, or out")
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (OSError, RuntimeError) as problem:

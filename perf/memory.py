@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from agent.memory.oom import explain
 from agent.memory.pressure import POOLS_MAX, HeatMap, png, svg
 from agent.memory.watch import MemoryWatch
 from agent.node import Node
-from perf import machine
+from perf import machine, output
 from perf.engine import rss_mib
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def missed(figures: dict[str, float]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.memory", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    output.add_json(parser)
     parser.add_argument("--looks", type=int, default=5000)
     options = parser.parse_args()
     figures = {name: round(value, 4) for name, value in measure(options.looks).items()}
@@ -142,12 +141,11 @@ def main() -> int:
         "figures": figures,
         "missed": lines,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name, value in figures.items():
-        limit, unit = GATES[name]
-        print(f"{name:20} {value:10.4f}   max {limit:g} {unit}")
+    table = [
+        f"{name:20} {value:10.4f}   max {GATES[name][0]:g} {GATES[name][1]}"
+        for name, value in figures.items()
+    ]
+    output.put(options.json, result, "\n".join(table))
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -13,20 +13,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import channel, machine, peers, process, report
+from perf import channel, machine, output, peers, process, report
 from perf.process import PeerError
 from perf.rounds import midmean
 from proxy.sm4 import cipher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PORT_BASE = 21300
 CLEAR, SEALED = "clear", "sealed"
@@ -153,10 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         "parameters": {"rounds": arguments.rounds, "prompt_bytes": channel.PROMPT_BYTES},
         "paces": compare(results),
     }
-    sys.stdout.write(show(outcome) + "\n")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    output.put(arguments.json, outcome, show(outcome))
     return 0
 
 
@@ -167,7 +163,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=300, help="interleaved rounds (300)")
     parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 43 ports")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (PeerError, subprocess.CalledProcessError, OSError) as problem:

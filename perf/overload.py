@@ -16,11 +16,10 @@ import json
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perf import machine, peers, process
+from perf import machine, output, peers, process
 from perf.process import PeerError
 from perf.report import Gate, gate_lines
 
@@ -163,30 +162,27 @@ def run(arguments: argparse.Namespace) -> int:
     flood = beside_a_flood(ports, arguments.seed)
     overload = overloaded(ports, arguments.seconds, arguments.seed)
     found = gates(flood, overload)
-    for line in gate_lines(found):
-        print(line)
-    if arguments.json:
-        result = {
-            "what": "overload",
-            "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            "machine": machine.facts(),
-            "parameters": {
-                "slots": SLOTS,
-                "each_ms": EACH_MS,
-                "flood": FLOOD,
-                "p0_rate": P0_RATE,
-                "overload": OVERLOAD,
-                "mix": MIX,
-                "seed": arguments.seed,
-            },
-            "flood": flood,
-            "overload": overload,
-            "gates": [
-                {"name": g.name, "value": g.value, "limit": g.limit, "unit": g.unit, "ok": g.ok}
-                for g in found
-            ],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {
+        "what": "overload",
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "machine": machine.facts(),
+        "parameters": {
+            "slots": SLOTS,
+            "each_ms": EACH_MS,
+            "flood": FLOOD,
+            "p0_rate": P0_RATE,
+            "overload": OVERLOAD,
+            "mix": MIX,
+            "seed": arguments.seed,
+        },
+        "flood": flood,
+        "overload": overload,
+        "gates": [
+            {"name": g.name, "value": g.value, "limit": g.limit, "unit": g.unit, "ok": g.ok}
+            for g in found
+        ],
+    }
+    output.put(arguments.json, result, "\n".join(gate_lines(found)))
     return 0 if all(gate.ok for gate in found) else 1
 
 
@@ -198,7 +194,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of 1.2x overload (60)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals")
     parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 44 ports")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (PeerError, subprocess.CalledProcessError) as problem:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from kernels import cpu, quant, reference
-from perf import machine
+from perf import machine, output
 from perf.rounds import Row, interleaved
 
 if TYPE_CHECKING:
@@ -175,7 +173,7 @@ def missed(entries: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.products", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    output.add_json(parser)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=LAYERS, help="matrices of each shape")
     options = parser.parse_args()
@@ -191,15 +189,13 @@ def main() -> int:
         "entries": entries,
         "missed": lines,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{'':12} {'rows':>4}  {'':24} {'us':>8} {'of ours':>8} {'error':>8}")
-    for each in entries:
-        print(
-            f"{each['shape']:12} {each['rows_of_x']:4}  {each['name']:24} {each['us']:8.1f}"
-            f" {each['ratio']:8.2f} {each['error']:8.1g}"
-        )
+    table = [f"{'':12} {'rows':>4}  {'':24} {'us':>8} {'of ours':>8} {'error':>8}"]
+    table += [
+        f"{each['shape']:12} {each['rows_of_x']:4}  {each['name']:24} {each['us']:8.1f}"
+        f" {each['ratio']:8.2f} {each['error']:8.1g}"
+        for each in entries
+    ]
+    output.put(options.json, result, "\n".join(table))
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -1,7 +1,7 @@
 """What a hop through the sidecar costs, beside other proxies, a bare relay and no hop at all.
 
     python -m perf.proxy --setup                     compile the tools, install Envoy (perf/work)
-    python -m perf.proxy --peers relay,envoy,direct,tongguan [--rounds N] [--json FILE]
+    python -m perf.proxy --peers relay,envoy,haproxy,nginx [--rounds N] [--json [FILE]]
     python -m perf.proxy --peers all --json FILE --resume [--plot PNG]    all peers, all gates
 
 The proxies run on core 0, load and backend on core 1; rounds are short and interleaved, so that
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import footprint, machine, peers, process, promises, report
+from perf import footprint, machine, output, peers, process, promises, report
 from perf.process import PeerError
 
 if TYPE_CHECKING:
@@ -174,6 +174,13 @@ def show(outcome: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_ours(names: list[str]) -> list[str]:
+    """Return who takes part: where only others are named, they stand beside both of ours."""
+    if set(names) & set(peers.SIDECARS):
+        return names
+    return [*dict.fromkeys(("direct", *names)), *peers.SIDECARS]
+
+
 class Run:
     """One run: what is measured, what is known already, and where it is kept.
 
@@ -187,7 +194,7 @@ class Run:
         self.contestants: list[peers.Peer] = []
         self.absent: dict[str, str] = {}
         everybody = arguments.peers == "all"
-        for name in list(peers.MAKERS) if everybody else arguments.peers.split(","):
+        for name in list(peers.MAKERS) if everybody else with_ours(arguments.peers.split(",")):
             try:
                 self.contestants.append(peers.make(name, ports))
             except PeerError as problem:
@@ -277,14 +284,13 @@ class Run:
     def keep(self) -> None:
         """Write what is known to the file, if there is one."""
         target: Path | None = self.arguments.json
-        if target is None:
-            return
-        outcome = self.outcome()
-        outcome["gates"] = [report.gate_row(gate) for gate in outcome["gates"]]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".part")
-        draft.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
-        draft.replace(target)
+        if target not in (None, output.OUT):
+            output.keep(target, plain(self.outcome()))
+
+
+def plain(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as it is kept: gates as rows."""
+    return outcome | {"gates": [report.gate_row(gate) for gate in outcome["gates"]]}
 
 
 def set_up(names: str) -> None:
@@ -304,6 +310,8 @@ def draw(kept: Path, target: Path) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the whole run."""
+    if arguments.json == output.OUT and (arguments.plot or arguments.resume):
+        raise PeerError("--plot and --resume need a file that --json keeps: name it")
     if arguments.plot and not arguments.json:
         raise PeerError("--plot draws what --json keeps: name both")
     if arguments.setup:
@@ -327,7 +335,7 @@ def run(arguments: argparse.Namespace) -> int:
     whole.complete = True
     whole.keep()
     outcome = whole.outcome()
-    sys.stdout.write(show(outcome) + "\n")
+    output.put(arguments.json, plain(outcome), show(outcome))
     if arguments.plot:
         draw(arguments.json, arguments.plot)
     return 0 if all(gate.ok for gate in outcome["gates"]) else 1
@@ -342,12 +350,13 @@ def main() -> int:
     parser.add_argument(
         "--peers",
         default=DEFAULT,
-        help=f"comma-separated, of {', '.join(peers.MAKERS)}; or all",
+        help=f"comma-separated, of {', '.join(peers.MAKERS)}; or all. Both sidecars, and direct, "
+        "where neither sidecar is named",
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of one round (1.5)")
     parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 44 ports")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="also draw it, as PNG, from the --json file")
     parser.add_argument("--resume", action="store_true", help="go on from what --json holds")
     try:

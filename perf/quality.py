@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.engine.threads import shorten_spin
-from perf import machine
+from perf import machine, output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,9 +113,14 @@ def measure(
     return figures, errors
 
 
+def _bounds(name: str) -> str:
+    gate = GATES.get(name)
+    return f"   {gate[0]:g} to {gate[1]:g}" if gate else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.quality", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    output.add_json(parser)
     parser.add_argument(
         "--model", type=Path, help="GGUF file or folder; default: the default model"
     )
@@ -146,12 +151,8 @@ def main() -> int:
         "output_errors": errors,
         "missed": lines,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name, value in figures.items():
-        gate = GATES.get(name)
-        print(f"{name:42} {value:12.4f}" + (f"   {gate[0]:g} to {gate[1]:g}" if gate else ""))
+    table = [f"{name:42} {value:12.4f}{_bounds(name)}" for name, value in figures.items()]
+    output.put(options.json, result, "\n".join(table))
     for line in lines:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if lines else 0

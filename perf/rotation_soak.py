@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from perf import machine, process
+from perf import machine, output, process
 from proxy.client import AnswerError, Sm4Transport
 from proxy.keys.file import read
 
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print, write; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE")
+    output.add_json(parser)
     options = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="tongguan-rotation-"))
     try:
@@ -267,10 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         "found": found,
         "missed": problems,
     }
-    text = json.dumps(result, indent=2)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
-    print(text)
+    output.put(options.json, result, "\n".join(f"{n:28}{v!s:>10}" for n, v in found.items()))
     for line in problems:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if problems else 0

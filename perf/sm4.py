@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 import os
 import sys
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kernels import sm4
-from perf import machine, report, rounds, sm4steps
+from perf import machine, output, report, rounds, sm4steps
 from proxy.sm4 import cipher
 
 if TYPE_CHECKING:
@@ -218,12 +216,9 @@ def run(arguments: argparse.Namespace) -> int:
     outcome["steps"] = sm4steps.measure(number)
     outcome["timing_t"] = sm4steps.timing(tiers[0])
     found = [gate for name in tiers for gate in gates(name, outcome)]
-    sys.stdout.write(show(outcome, found) + "\n")
-    if arguments.json:
-        outcome["gates"] = [report.gate_row(gate) for gate in found]
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(outcome, indent=1, default=asdict)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    table = show(outcome, found)
+    outcome["gates"] = [report.gate_row(gate) for gate in found]
+    output.put(arguments.json, outcome, table, default=asdict)
     return 0 if all(gate.ok for gate in found) else 1
 
 
@@ -234,7 +229,7 @@ def main() -> int:
     )
     parser.add_argument("--tier", help="measure this tier alone (default: all usable here)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (15)")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     return run(parser.parse_args())
 
 

@@ -28,7 +28,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf import chaos, machine, peers, process, report
+from perf import chaos, machine, output, peers, process, report
 from perf.process import PeerError
 from proxy.metrics import OUTCOMES
 
@@ -340,11 +340,8 @@ def run(arguments: argparse.Namespace) -> int:
             for at, mb in soak.samples[:: len(soak.samples) // 120 or 1]
         ],
     }
-    sys.stdout.write(json.dumps(soak.facts, indent=1) + "\n")
-    sys.stdout.write("\n".join(report.gate_lines(gates)) + "\n")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    table = "\n".join([json.dumps(soak.facts, indent=1), *report.gate_lines(gates)])
+    output.put(arguments.json, outcome, table)
     return 0 if all(gate.ok for gate in gates) else 1
 
 
@@ -359,7 +356,7 @@ def main() -> int:
     )
     parser.add_argument("--mb", type=float, default=2.0, help="growth of memory allowed (2)")
     parser.add_argument("--port-base", type=int, default=PORT_BASE, help="first of 44 ports")
-    parser.add_argument("--json", type=Path, help="also write the whole result to this file")
+    output.add_json(parser)
     try:
         return run(parser.parse_args())
     except (PeerError, subprocess.CalledProcessError) as problem:

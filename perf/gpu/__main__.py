@@ -23,7 +23,7 @@ from kernels import dispatch, plans, reference
 from kernels.build import BuildError
 from kernels.launch import KernelError
 from kernels.quant import Packed
-from perf import machine
+from perf import machine, output
 from perf.gpu import cases
 from perf.gpu.labs import DryLab, GpuLab
 
@@ -142,21 +142,23 @@ def _taken(lab: Lab, limits: dispatch.Crossover, m: int, k: int) -> str:
     return dispatch.route({lab.name: limits}, lab.name, m=m, k=k, shared_bytes_max=most)
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print the table."""
-    print(f"copy {found['copy_bytes_per_s'] / 1e12:.2f} TB/s, dequant {found['dequant_share']:.2f} "
-          f"of it, launch {found['launch_us']:.1f} us")  # fmt: skip
-    for row in found["rows"]:
-        print(
-            f"{row.k:6} x {row.outputs:<6} m {row.m:<4} {row.route:8} {row.seconds * 1e6:9.1f} us "
-            f"{row.share:5.2f} of copy {row.times:6.2f}x torch"
-        )
+def show(found: dict[str, Any]) -> str:
+    """Return the table."""
+    copy, share = found["copy_bytes_per_s"] / 1e12, found["dequant_share"]
+    launch = found["launch_us"]
+    table = [f"copy {copy:.2f} TB/s, dequant {share:.2f} of it, launch {launch:.1f} us"]
+    table += [
+        f"{row.k:6} x {row.outputs:<6} m {row.m:<4} {row.route:8} {row.seconds * 1e6:9.1f} us "
+        f"{row.share:5.2f} of copy {row.times:6.2f}x torch"
+        for row in found["rows"]
+    ]
+    return "\n".join(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="perf.gpu", description=__doc__)
     parser.add_argument("--kernels", type=Path, default=Path("build/kernels"))
-    parser.add_argument("--json", type=Path, help="write the result here")
+    output.add_json(parser)
     parser.add_argument("--table", type=Path, help="put the crossover into this table")
     parser.add_argument("--dry-run", action="store_true", help="small shapes, on this CPU")
     options = parser.parse_args()
@@ -168,7 +170,6 @@ def main() -> int:
         return 2
     shapes = [(256, 72), (136, 64)] if options.dry_run else [cases.BIG, cases.MIDDLE]
     found = measure(lab, shapes, (1, 8, 65) if options.dry_run else cases.ROWS)
-    show(found)
     lines = found["wrong"] + (
         [] if options.dry_run
         else cases.missed(found["rows"], found["dequant_share"], found["launch_us"])
@@ -182,8 +183,7 @@ def main() -> int:
         "seconds": {f"{k}x{n}": by_m for (k, n), by_m in found["seconds"].items()},
         "crossover": dataclasses.asdict(found["crossover"]),
     }  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output.put(options.json, result, show(found))
     if options.table:
         table = json.loads(options.table.read_text(encoding="utf-8"))
         table["devices"][lab.name] = result["crossover"]

@@ -29,7 +29,7 @@ def test_a_missed_gate_is_named_with_its_bound():
 def test_the_soak_fails_for_one_lost_request(monkeypatch, capsys):
     found = {"lost": 1, "problems": ["x"], "revoked_s": 0.5, "exit_code": 0}
     monkeypatch.setattr(rotation_soak, "soak", lambda *_: found)
-    assert rotation_soak.main(["--minutes", "1"]) == 1
+    assert rotation_soak.main(["--minutes", "1", "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["missed"] == ["lost: 1, at most 0"]
     monkeypatch.setattr(rotation_soak, "soak", lambda *_: found | {"lost": 0})
