@@ -11,6 +11,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Hardly anything that a start makes is garbage; once it serves, `lifecycle` turns this on.
     gc.disable()
+    # But for the twin in Python that `datetime` throws away (before 3.12): while little is there.
+    import datetime  # noqa: F401
+
+    gc.collect()
     from proxy import lean  # noqa: F401 - before what loads msgspec
     from proxy.run import main
 
