@@ -12,7 +12,7 @@ if __name__ == "__main__":
     # Hardly anything that a start makes is garbage; once it serves, `lifecycle` turns this on.
     gc.disable()
     # But for the twin in Python that `datetime` throws away (before 3.12): while little is there.
-    import datetime  # noqa: F401
+    import datetime as dt  # noqa: F401
 
     gc.collect()
     from proxy import lean  # noqa: F401 - before what loads msgspec
