@@ -14,12 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "numpy", "httpx", "starlette", "uvicorn", "mitmproxy", "agent", "click")
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+def printed(code: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )
     return set(done.stdout.split())
+
+
+def loaded_after(statement: str) -> set[str]:
+    names = printed(f"{statement}\nimport sys\nprint(*sys.modules)")
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -33,14 +37,30 @@ def test_sidecar_module_loads_nothing_heavy(module: str) -> None:
 UNWANTED = {"typing_extensions", "getopt", "argparse", "email", "http", "tempfile", "proxy.sm4.sm2"}
 
 
+START = """
+import sys
+import proxy.lean, proxy.run, uvloop, proxy.lifecycle
+import proxy.keys.local, proxy.audit.writer, proxy.audit.retention, proxy.channel
+"""
+
+
 def test_a_start_loads_nothing_it_can_do_without() -> None:
-    statement = "import proxy.lean, proxy.run, uvloop, proxy.lifecycle, proxy.audit.writer"
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert set(done.stdout.split()) & UNWANTED == set()
-    assert "msgspec" in done.stdout.split()
+    loaded = printed(START + "print(*sys.modules)")
+    assert loaded & UNWANTED == set()
+    assert {"msgspec", "proxy.settings", "proxy.channel"} <= loaded
+
+
+def test_a_start_makes_no_dataclass() -> None:
+    # Each would write and compile its methods anew, where a msgspec.Struct is just made.
+    made = """
+ours = [module for name, module in sys.modules.items() if name.startswith("proxy.")]
+print(len(ours) > 60)
+for module in ours:
+    for found in vars(module).values():
+        if isinstance(found, type) and "__dataclass_fields__" in vars(found):
+            print(found.__module__ + "." + found.__qualname__)
+"""
+    assert printed(START + made) == {"True"}
 
 
 CHANNEL = """
