@@ -83,6 +83,7 @@ class Sidecar:
         self._tls: TlsDoor | None = None
         self._limits = LimitsPoll(self._context)
         self._draining = False
+        self.unwritten = False  # at the end, records that the disk did not take
         self._stopping = asyncio.Event()
         self._signals = 0
         self._ticks = 0
@@ -367,6 +368,7 @@ class Sidecar:
                 await context.audit.close()
             except AuditUnavailableError as problem:
                 log.critical("audit: %s", problem)
+                self.unwritten = True
         await stop_tracing(context)
         if self._leasing is not None:
             await self._loop.run_in_executor(None, self._leasing.stop)

@@ -105,7 +105,8 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
     asyncio.set_event_loop(loop)
     try:
         source = Source(path, dict(os.environ), settings)
-        loop.run_until_complete(Sidecar(settings, loop, source, worker).run())
+        sidecar = Sidecar(settings, loop, source, worker)
+        loop.run_until_complete(sidecar.run())
     except SettingsError as problem:
         logging.getLogger("proxy").critical("cannot start: %s", problem)
         return EXIT_USAGE
@@ -117,4 +118,4 @@ def serve(settings: Settings, path: str | None, worker: Worker | None = None) ->
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
         loop.close()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return EXIT_OK
+    return EXIT_FAILED if sidecar.unwritten else EXIT_OK

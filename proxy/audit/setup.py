@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from proxy.audit.ids import TokenIds
     from proxy.audit.recover import Survey
     from proxy.audit.signing import NoteSigner
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_RECORDS = 1000
 CHECKPOINT_S = 10
@@ -163,3 +166,12 @@ def genesis_members(config: ChainConfig, found: Survey) -> dict[str, Any]:
 def config_digest(settings: dict[str, Any]) -> str:
     """Return `config_sha256` of plain settings (secrets masked), for the genesis."""
     return hashlib.sha256(encode(fit(settings))).hexdigest()
+
+
+def works(error: OSError | None, *, before: bool) -> bool:
+    """Return whether the disk works, and say in the log where that is another than `before`."""
+    if error is not None and before:
+        log.critical("audit records cannot be written, it is tried again: %s", error)
+    elif error is None and not before:
+        log.warning("audit records are written again")
+    return error is None

@@ -41,6 +41,7 @@ from proxy.audit.setup import (
     ChainConfig,
     genesis_members,
     looked_over,
+    works,
 )
 from proxy.audit.syncer import Syncer
 from proxy.audit.waiters import Waiters
@@ -407,7 +408,7 @@ class AuditWriter:
         stats.syncs += committed.syncs
         stats.sync_seconds_total += committed.seconds
         stats.head_seq = self._pending.durable.seq - 1
-        self._available = committed.error is None
+        self._available = works(committed.error, before=self._available)
         if committed.error is not None:
             stats.failures += 1
             self._room.blame(errno.errorcode.get(committed.error.errno or 0, "io_error"))

@@ -226,7 +226,9 @@ class FailingDisk:
 
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("policy", ["block", "degrade"])
-def test_a_full_disk_loses_nothing_that_fits_in_memory(tmp_path, monkeypatch, short, policy):
+def test_a_full_disk_loses_nothing_that_fits_in_memory(
+    tmp_path, monkeypatch, caplog, short, policy
+):
     failing = FailingDisk(monkeypatch, short=short)
 
     async def scene():
@@ -254,6 +256,11 @@ def test_a_full_disk_loses_nothing_that_fits_in_memory(tmp_path, monkeypatch, sh
     records = _records(run(scene))
     assert [record["kind"] for record in records[1:-1]] == ["request"] * 49
     assert verdict(tmp_path) == ("ok", None)
+    # Once each, however often it was tried.
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said[0][0] == "CRITICAL"
+    assert "cannot be written" in said[0][1]
+    assert said[1:] == [("WARNING", "audit records are written again")]
 
 
 def test_what_a_full_disk_does_not_leave_room_for_is_told_later(tmp_path, monkeypatch):
