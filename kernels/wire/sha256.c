@@ -1,6 +1,7 @@
 /* See sha256.h. */
 #include "sha256.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 static const uint32_t FIRST[SHA_WORDS] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
@@ -55,13 +56,26 @@ static const uint32_t ROUND[64] __attribute__((aligned(16))) = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-bool sha_available(void)
+static bool find_out(void)
 {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_1) || !(c & bit_SSSE3)) {
         return false;
     }
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)) != 0;
+}
+
+bool sha_available(void)
+{
+    /* Found out once: in a virtual machine the host answers, which takes as long as ten hashes.
+     * Threads that come at the same time find the same. */
+    static atomic_int known;
+    int now = atomic_load_explicit(&known, memory_order_relaxed);
+    if (now == 0) {
+        now = find_out() ? 1 : -1;
+        atomic_store_explicit(&known, now, memory_order_relaxed);
+    }
+    return now > 0;
 }
 
 /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), from the top down. */
