@@ -49,7 +49,7 @@ def acquaint(plan: Plan, agent: Child, deadline_s: float) -> None:
     Raises `ChildError` when it ends or does not answer in `deadline_s` seconds, `UpError` for an
     auditor that its seeds are not for.
     """
-    _check_auditor(plan)
+    check_auditor(plan)
     end = time.monotonic() + deadline_s
     while True:
         agent.check()
@@ -85,9 +85,16 @@ def teach(auditor: Path, lines: list[str]) -> bool:
     return True
 
 
-def _check_auditor(plan: Plan) -> None:
+def check_auditor(plan: Plan) -> None:
+    """Refuse, with `UpError`, an auditor's file that what is written now is not for."""
     try:
         public = read(plan.auditor_keys).auditor_public
+    except FileNotFoundError:
+        raise UpError(
+            f"{plan.auditor_keys} is not there; bring it back from where it is kept: "
+            "`tongguan up` verifies with it",
+            EXIT_IO,
+        ) from None
     except (OSError, KeyFileError) as problem:
         raise UpError(f"{plan.auditor_keys}: {problem}", EXIT_IO) from None
     if public is None or public.hex() != plan.agent.auditor_public:

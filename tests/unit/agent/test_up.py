@@ -211,6 +211,16 @@ def test_keys_that_are_gone_are_not_promised_anew_where_old_ones_lie(tmp_path):
         plan.check_keys(plan.make(state, None, {}))
 
 
+def test_an_auditors_file_that_is_kept_elsewhere_is_asked_for(tmp_path):
+    state = tmp_path / "s"
+    made = plan.make(state, None, {})
+    acquaint.check_auditor(made)
+    made.auditor_keys.unlink()
+    with pytest.raises(plan.UpError, match=r"auditor\.json is not there; bring it back") as caught:
+        acquaint.check_auditor(made)
+    assert caught.value.code == plan.EXIT_IO
+
+
 def test_printed_commands_run_where_they_are_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a state").mkdir()
