@@ -165,7 +165,7 @@ def models_of(body: bytes) -> tuple[Model, ...]:
     try:
         rows = json.loads(body)["data"][:MODELS_MAX]
         return tuple(Model(str(row["id"]), _context(row)) for row in rows)
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise UpstreamError(f"/v1/models: {type(problem).__name__}") from None
 
 
@@ -206,7 +206,7 @@ def stream_has_usage(lines: Iterable[str]) -> bool:
         if line.startswith("data: ") and line != "data: [DONE]":
             try:
                 event = json.loads(line[6:])
-            except ValueError:
+            except (ValueError, RecursionError):
                 return False
             if usage_of(event) is not None:
                 return True

@@ -139,7 +139,7 @@ def probe(url: str, model: str, client: httpx.Client, timeout_s: float = PROBE_S
 
 
 def _json(answer: httpx.Response) -> Any:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return answer.json()
     return None
 

@@ -133,7 +133,7 @@ def _wants_stream(body: bytes) -> bool:
     """Say whether a body asks for a streamed answer, as OpenAI's requests do."""
     try:
         return msgspec.json.decode(body, type=_StreamMember).stream is True
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 

@@ -65,7 +65,7 @@ def _object(text: str) -> dict[str, object]:
 
     try:
         value = json.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise EvidenceError(f"figures: no JSON: {problem}") from None
     if not isinstance(value, dict):
         raise EvidenceError("figures: expected one JSON object")

@@ -102,7 +102,7 @@ class Kv2:
         answer = self._ask("GET", f"data/{path}")
         try:
             found = msgspec.json.decode(answer, type=_Read)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise _bad_answer(path) from None
         return Secret(bytes(found.data.data), found.data.metadata.version, found.lease_duration)
 
@@ -111,7 +111,7 @@ class Kv2:
         answer = self._ask("LIST", f"metadata/{folder}")
         try:
             found = msgspec.json.decode(answer, type=_Listed)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise _bad_answer(folder) from None
         return sorted(name for name in found.data.keys if not name.endswith("/"))
 

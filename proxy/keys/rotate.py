@@ -79,7 +79,7 @@ def revoke(path: Path, data: bytes, kid: bytes) -> tuple[bytes, bool]:
         document = msgspec.json.decode(data, type=dict[str, Any])
         rows: list[dict[str, Any]] = document.get("envelope_keys", [])
         kept = [row for row in rows if row["kid"] != kid.hex()]
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, RecursionError):
         raise KeyFileError(f"{path}: not a JSON key file") from None
     document["envelope_keys"] = kept
     if document.get("role") == "sidecar":

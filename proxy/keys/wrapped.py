@@ -56,7 +56,7 @@ def converted(path: Path, data: bytes, convert: Callable[[str, str], str | None]
     """
     try:
         document = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise KeyFileError(f"{path}: not a JSON key file") from None
     for row, member, name in list(_secrets(document)):
         text = convert(name, row[member])

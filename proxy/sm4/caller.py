@@ -143,6 +143,6 @@ def clear_code(body: bytes) -> str | None:
     """Return our error code that an unsealed answer names; its text is nobody's word."""
     try:
         code = msgspec.json.decode(body, type=_ErrorBody).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return code if isinstance(code, str) and code in ERRORS else None

@@ -237,6 +237,7 @@ def plain(status, kind, body, *fields):
 
 
 CODE = b'{"error":{"message":"%b","code":"draining"}}' % TOLD
+DEEP = b'{"error":{"code":' + b"[" * 9_000 + b"]" * 9_000 + b"}}"
 UNSEALED = {
     "json": (plain(b"200 OK", b"application/json", WHOLE), "HTTP 200"),
     "events": (plain(b"200 OK", b"text/event-stream", b"".join(EVENTS)), "bad_carrier"),
@@ -245,6 +246,7 @@ UNSEALED = {
     "redirect": (plain(b"302 Found", b"text/html", TOLD, b"Location: http://a.test/"), "HTTP 302"),
     "page": (plain(b"502 Bad", b"text/html", b"<h1>%b</h1>" % TOLD), "HTTP 502"),
     "large": (plain(b"500 No", b"text/html", TOLD * 5000), "HTTP 500"),
+    "deep": (plain(b"500 No", b"application/json", DEEP), "HTTP 500"),
     "ours": (plain(b"503 Busy", b"application/json", CODE), "HTTP 503, draining"),
     "coded": (
         plain(b"200 OK", b"application/x-sm4-envelope", b"x" * 99, b"Content-Encoding: gzip"),

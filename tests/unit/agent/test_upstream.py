@@ -104,7 +104,10 @@ def test_models_of_each_engine(row, context):
     assert (model.id, model.context_tokens) == ("m", context)
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"data": 3}', b'{"data": [{}]}'])
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"data": 3}', b'{"data": [{}]}', DEEP])
 def test_models_that_cannot_be_read_are_named(body):
     with pytest.raises(UpstreamError, match="/v1/models"):
         models_of(body)
@@ -134,6 +137,7 @@ def test_a_streams_usage():
     assert stream_has_usage(["data: {}", "", 'data: {"usage": {"prompt_tokens": 3}}'])
     assert not stream_has_usage(['data: {"usage": null}', "data: [DONE]"])
     assert not stream_has_usage(["data: no json"])
+    assert not stream_has_usage(["data: " + DEEP.decode()])
 
 
 def test_pools_are_settings_of_a_sidecar():

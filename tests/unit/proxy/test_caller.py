@@ -119,6 +119,7 @@ def test_accept_is_what_was_asked_behind_what_can_carry_it(
         (b"", None),
         (b"\xff\xfe", None),
         (b'{"error":{"code":"drain', None),
+        (b'{"error":{"code":' + b"[" * 9_000 + b"]" * 9_000 + b"}}", None),
     ],
 )
 def test_of_an_unsealed_answer_no_more_is_learned_than_a_code_of_ours(
