@@ -5,12 +5,11 @@
 Gates: a record on the request's way at most 15 us of the data loop's CPU, hashes included;
 sustained writing with group sync at least 0.6 times a bare loop that writes the same bytes and
 fdatasyncs after every group of `audit.flush_records`, in the same run (median of the rounds; on a
-disk that takes hundreds of megabytes a second the CPU is the bound and the gate is missed); of one
-chain of N records (2 million), verified in one go, at least 90 000 a second of CPU by one process
-and 150 000 a second with two, in memory that does not grow with N. A line of a gigabyte behind a
-chain is named rightly by both verifiers, in no more memory. The disk must hold about 1 KB a record
-and round. Beside them, without a gate: the tree's cost a record, a signature, proofs, the bundle's
-verifier.
+disk that takes hundreds of megabytes a second the CPU is the bound); of one chain of N records (2
+million), verified in one go, at least 90 000 a second of CPU by one process and 150 000 a second
+with two, in memory that does not grow with N. A line of a gigabyte behind a chain is named rightly
+by both verifiers, in no more memory. The disk must hold about 1 KB a record and round. Beside them,
+without a gate: the tree's cost a record, a signature, proofs, the bundle's verifier.
 Exit codes: 0 every gate holds, 1 a gate is missed, 2 the run could not be made.
 """
 

@@ -7,14 +7,6 @@
 static const uint32_t FIRST[SHA_WORDS] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                           0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-static void put_be(uint8_t *at, uint64_t value, int bytes)
-{
-    while (bytes-- > 0) {
-        at[bytes] = (uint8_t)value;
-        value >>= 8;
-    }
-}
-
 void sha_begin(Sha *sha, const uint32_t state[SHA_WORDS], const uint8_t *at, size_t blocks)
 {
     memcpy(sha->state, state != NULL ? state : FIRST, sizeof sha->state);
@@ -27,14 +19,20 @@ size_t sha_pad(uint8_t *message, size_t size, size_t before)
     size_t blocks = (size + 8) / SHA_BLOCK + 1;
     memset(message + size, 0, blocks * SHA_BLOCK - size);
     message[size] = 0x80;
-    put_be(message + blocks * SHA_BLOCK - 8, (uint64_t)(before + size) * 8, 8);
+    uint64_t bits = (uint64_t)(before + size) * 8;
+    for (uint8_t *at = message + blocks * SHA_BLOCK; bits != 0; bits >>= 8) {
+        *--at = (uint8_t)bits;
+    }
     return blocks;
 }
 
 void sha_write(const Sha *sha, uint8_t hash[SHA_WORDS * 4])
 {
     for (int i = 0; i < SHA_WORDS; i++) {
-        put_be(hash + (ptrdiff_t)4 * i, sha->state[i], 4);
+        uint32_t word = sha->state[i];
+        uint8_t bytes[4] = {(uint8_t)(word >> 24), (uint8_t)(word >> 16), (uint8_t)(word >> 8),
+                            (uint8_t)word};
+        memcpy(hash + (ptrdiff_t)4 * i, bytes, sizeof bytes); /* one instruction */
     }
 }
 

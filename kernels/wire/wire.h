@@ -3,8 +3,8 @@
  * Everything here is exactly right about what it accepts and says "not sure" about all else; the
  * pure Python twin, which each reader is given, then decides. So no refusal is worded in C.
  *
- * No static mutable state; the readers hold the GIL, the thread of pump.c and loops over many
- * records do not. Every read is bounded by an end pointer.
+ * No static mutable state but what was found out about the machine; the readers hold the GIL, the
+ * thread of pump.c and loops over many records do not. Every read is bounded by an end pointer.
  */
 #ifndef TONGGUAN_WIRE_H
 #define TONGGUAN_WIRE_H
