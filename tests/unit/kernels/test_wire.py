@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import hashlib
@@ -509,6 +510,36 @@ def test_rows_that_are_none_are_refused(prev, seq, walls, rows):
         call(mac, "0" * 64, "", "", 0, [1], [2.0], [ROW], 1000)
     with pytest.raises(TypeError):
         call(object(), "0" * 64, "", "", 0, [1], [2], [ROW], 1000)
+
+
+@no_mac
+def test_a_run_leaves_nothing_behind_whether_it_is_made_or_refused():
+    mac, run = wire._wire.Mac(b"k"), wire._wire.request_run
+    walls, monos, rows = [10**18] * 40, [10**9] * 40, [("a" * 700, *ROW[1:])] * 40
+    good = mac, "0" * 64, "kind", "origin", 5, walls, monos, rows, 1000
+    bad = [
+        (*good[:-1], 99),
+        (*good[:-2], [*rows[:-1], ROW[:-1]], 1000),
+        (*good[:6], [1], *good[7:]),
+    ]
+
+    def some(times: int) -> tuple[int, int, list[int]]:
+        for _ in range(times):
+            run(*good)
+            wire._wire.crc32(b"x" * 5000, 7)
+            for refused in bad:
+                with contextlib.suppress(TypeError, ValueError):
+                    run(*refused)
+        gc.collect()
+        counts = [sys.getrefcount(thing) for thing in (mac, walls, monos, rows, rows[0], ROW)]
+        return sys.getallocatedblocks(), resident(), counts
+
+    some(50)
+    blocks, resident_bytes, counts = some(50)
+    blocks_after, resident_after, counts_after = some(1000)
+    assert counts == counts_after
+    assert blocks_after - blocks < 500
+    assert resident_after - resident_bytes < 8 << 20  # a lost run would be 28 MB
 
 
 @pytest.mark.skipif(not wire.AVAILABLE, reason="kernels.wire: no extension built here")
