@@ -28,7 +28,7 @@ WAKE_BYTES = 16 << 10
 STREAMS_MAX = 1 << 16
 NONE = -1
 # Why a loan has ended (pump.c); 0: it has not.
-UNREAD, ENDED, UNSENT, LOST = 1, 2, 3, 4
+UNREAD, ENDED, UNSENT, LOST, BROKEN = 1, 2, 3, 4, 5
 
 
 class Borrowed(Protocol):
@@ -184,6 +184,8 @@ class Lending(Dispatch):
         self._reads = 0
         if why == LOST:
             self._close(End.UPSTREAM_RESET)
+        elif why == BROKEN:
+            connection.broken()
         else:
             connection.go_on(rest, reading=not self.downstream.write_paused)
 

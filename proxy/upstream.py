@@ -166,6 +166,10 @@ class UpstreamConnection:
         if data:
             self.data_received(data)
 
+    def broken(self) -> None:
+        """Take that it failed, as whoever it was lent to has read: here it would seem to end."""
+        self._fail(End.UPSTREAM_RESET)
+
     def hand_over(self) -> asyncio.Transport:
         """Give the transport away, to be a tunnel's; this object has ended."""
         transport = self.transport

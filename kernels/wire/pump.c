@@ -104,7 +104,7 @@ static void serve(Pump *pump, Stream *stream)
         return;
     }
     if (got <= 0) {
-        end(pump, stream, ENDED, NULL, 0);
+        end(pump, stream, got < 0 ? BROKEN : ENDED, NULL, 0);
         return;
     }
     if (size < 0 || !keep(stream, payload, (size_t)size)) {

@@ -21,9 +21,10 @@ enum {
 enum why {
     RUNNING = 0,
     UNREAD = 1, /* `rest` is what was read and not passed on */
-    ENDED = 2,  /* the source has ended or failed: the caller reads that itself */
+    ENDED = 2,  /* the source has ended: the caller reads that itself */
     UNSENT = 3, /* `rest` is what the client did not take at once, framed */
     LOST = 4,   /* no memory: the stream cannot go on */
+    BROKEN = 5, /* the source failed: a socket tells that once, and has told it here */
 };
 
 typedef struct {

@@ -128,6 +128,30 @@ def test_a_body_without_length_is_lent_too(sidecars, upstream):
 
 
 @LENT
+@pytest.mark.parametrize("framed", [True, False], ids=["chunked", "until the end"])
+def test_a_reset_between_two_events_is_no_end(sidecars, upstream, framed):
+    # Whoever reads a socket's error has it: the next read sees a regular end.
+    def script(seen):
+        head = SSE_HEAD if framed else SSE_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"")
+        seen.reply(head)
+        for piece in EVENTS[:10]:
+            seen.wire.send(chunk(piece) if framed else piece)
+            time.sleep(0.005)
+        seen.wire.reset()
+
+    upstream.answering(script)
+    lending, own = sidecars
+    name = "tongguan_proxy_lent_streams_total"
+    before = lending.metric(name)
+    payload, record = asked(lending)
+    assert lending.metric(name) > before
+    assert payload.startswith(b"".join(EVENTS[:10]) + b"data: ")
+    assert b'"upstream_reset"' in payload
+    assert record["outcome"] == "truncated"
+    assert asked(own) == (payload, record)
+
+
+@LENT
 def test_idle_time_runs_from_the_last_event_that_passed(sidecars, upstream):
     last_s = 0.0
 
