@@ -29,6 +29,10 @@ MYPY = (
     "--cache-dir=build/mypy",
 )
 
+# Its two thousand functions call each other and are nobody else's: no table of their names, nothing
+# to look up at start; Python's own are called without a detour through one.
+CODE = ("-fvisibility=hidden", "-fno-plt", "-fno-semantic-interposition")
+
 
 def compiled() -> list[str]:
     """Return the paths of the modules to compile."""
@@ -53,9 +57,7 @@ def path_extensions() -> list[Extension]:
         return []
     for extension in made:
         extension.optional = True
-        # Its two thousand functions call each other and are nobody else's: no table of their names,
-        # nothing to look up at start.
-        extension.extra_compile_args = [*extension.extra_compile_args, "-fvisibility=hidden"]
+        extension.extra_compile_args = [*extension.extra_compile_args, *CODE]
     return sorted(made, key=lambda extension: not extension.name.startswith(GROUP))
 
 

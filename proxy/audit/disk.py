@@ -143,6 +143,7 @@ class Disk:
         self._tell_written = written
         self._lock_fd = -1
         self._open: SegmentFile | None = None
+        self._unnamed = False  # a file's name is not durable yet, so nothing in it is
         self._ahead: list[Part] = []
         self._ahead_written = 0
         self._ahead_error: OSError | _SyncFailed | None = None
@@ -238,15 +239,15 @@ class Disk:
         if self._open is not None and self._open is not segment:
             self._close_files(self._open)
         self._open = segment
-        if segment.fd < 0:
-            segment.fd = os.open(self._chain / segment.name, _CREATE, 0o600)
-            sync_dir(self._chain)
         ids = b"".join([part.ids for part in parts])
+        if segment.fd < 0:
+            segment.fd = self._create(segment.name)
+        if ids and segment.ids_fd < 0:
+            segment.ids_fd = self._create(ids_name(segment.first_seq))
+        if self._unnamed:
+            sync_dir(self._chain)
+            self._unnamed = False
         if ids:
-            if segment.ids_fd < 0:
-                path = self._chain / ids_name(segment.first_seq)
-                segment.ids_fd = os.open(path, _CREATE, 0o600)
-                sync_dir(self._chain)
             self._write(segment.ids_fd, ids, segment.ids_size)
             self._sync(segment.ids_fd)
         try:
@@ -260,6 +261,11 @@ class Disk:
         self._sync(segment.fd)
         segment.size, segment.crc32 = segment.written, segment.written_crc32
         segment.ids_size += len(ids)
+
+    def _create(self, name: str) -> int:
+        fd = os.open(self._chain / name, _CREATE, 0o600)
+        self._unnamed = True
+        return fd
 
     def _unwrite(self) -> None:
         """Let the file end where it is durable."""

@@ -362,7 +362,7 @@ class Pending:
                 self._place_run(piece)
             else:
                 assert isinstance(piece, Item)
-                self._place(piece)
+                self._place_if_it_fits(piece)  # its seq may have a digit more now
 
     def _place(self, item: Item) -> None:
         """Chain an item into the current segment, or into a new one if that is full."""

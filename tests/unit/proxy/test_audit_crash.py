@@ -224,6 +224,28 @@ class FailingDisk:
         self._fdatasync(fd)
 
 
+def test_a_name_that_could_not_be_made_durable_is_made_so_at_the_next_try(tmp_path, monkeypatch):
+    """Before anything in the file is said to be: after a power cut it would have no name."""
+    disk = disk_module.Disk(tmp_path / "chain")
+    line = b"{}\n"
+    part = disk_module.Part(disk_module.SegmentFile(0), line, b"", 1, [(False, line)])
+    named = []
+
+    def sync_dir(path):
+        if path == tmp_path / "chain":
+            named.append(path)
+            if len(named) == 1:
+                raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(disk_module, "sync_dir", sync_dir)
+    assert disk.commit([part]).records == 0
+    assert disk.commit([part]).records == 1
+    assert len(named) == 2
+    assert disk.commit([part]).records == 1
+    assert len(named) == 2  # it has its name
+    disk.close()
+
+
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("policy", ["block", "degrade"])
 def test_a_full_disk_loses_nothing_that_fits_in_memory(
