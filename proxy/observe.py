@@ -19,7 +19,7 @@ from proxy.http.body import ask_token_ids, cut_answer, view
 from proxy.http.sse import StreamObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.http.http1 import ResponseHead
 
@@ -181,19 +181,18 @@ class Observation(Exchange):
         if lower.startswith(b"text/event-stream"):
             self.event_stream = True
             if readable:
-                self._stream = StreamObserver(
-                    self._on_content if self.shared.enabled else None,
-                    self._added,
-                    self.shared.event_bytes,
-                )
+                hasher = None
                 if self._keyed() and head.status < 300:
-                    self._hasher = OutputHasher(self._hash_key())
+                    hasher = OutputHasher(self._hash_key())
+                follow: Callable[[int, str], None] | None = None
+                if self.shared.enabled:
+                    # Not a method of ours: with that, each stream would be a cycle of references,
+                    # which stays until the collector comes by.
+                    follow = _unheard if hasher is None else hasher.feed
+                self._stream = StreamObserver(follow, self._added, self.shared.event_bytes)
+                self._hasher = hasher
         elif self._observed and readable and b"json" in lower:
             self._answer_pieces = []
-
-    def _on_content(self, index: int, text: str) -> None:
-        if self._hasher is not None:
-            self._hasher.feed(index, text)
 
     @property
     def changes_length(self) -> bool:
@@ -342,6 +341,10 @@ class Observation(Exchange):
             self._held = 0
         self._answer_pieces = self._request_pieces = None
         self._request_body = b""
+
+
+def _unheard(index: int, text: str) -> None:
+    """Content that is not hashed."""
 
 
 def _usage(reported: dict[str, Any]) -> dict[str, int]:

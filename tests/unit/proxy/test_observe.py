@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
 import json
@@ -70,6 +71,22 @@ def answer_of(*texts, **more):
 def event(index, text, **more):
     choice = {"index": index, "delta": {"content": text}, **more}
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def test_a_stream_that_is_over_leaves_nothing_to_the_collector():
+    """A cycle would keep all that a request held until the collector comes by, minutes later."""
+    made = observation()
+    made.observe_answer(head(b"text/event-stream"))
+    made.observe_data(event(0, "x"))
+    made.observe_end()
+    assert made.output()[1] == 1
+    gc.collect()
+    gc.disable()
+    try:
+        del made
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def run_whole(body, *, seen=None, request=BODY, cut=None, response=None):
