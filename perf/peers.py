@@ -8,6 +8,7 @@ different ports do not meet.
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import subprocess
@@ -98,8 +99,13 @@ class Ports:
 
 
 def build_tools() -> None:
-    """Compile the C tools that are older than their source."""
+    """Compile the C tools that are older than their source, and the sidecar's bytecode.
+
+    An install has that; a checkout where Python may write none would compile at each start.
+    """
     WORK.mkdir(exist_ok=True)
+    for room in ("proxy", "kernels"):
+        compileall.compile_dir(HERE.parent / room, quiet=1)
     compiler = shutil.which("cc") or shutil.which("gcc")
     for name in TOOLS:
         source, target = SOURCES / f"{name}.c", WORK / name
